@@ -1,0 +1,37 @@
+# Two commands: `make demo` runs the main job, `make test` runs everything CI runs.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint types unit sanitize campaign clean
+
+demo: $(READY)
+	$(PYTHON) -m shmcollect run CartPole-v1 --frames 1_000_000
+
+test: lint types sanitize unit
+
+$(READY): setup.cfg setup.py constraints.txt shmcollect/_native.c shmcollect/_sync.h
+	@command -v $${CC:-cc} >/dev/null || { echo "shmcollect has a small C core: install a C compiler (e.g. apt install gcc)" >&2; exit 1; }
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "shmcollect needs Python 3.11 or later" >&2; exit 1; }
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install -q -c constraints.txt -e '.[envs,bench,dev]'
+	touch $@
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: $(READY)
+	$(PYTHON) -m mypy
+
+unit: $(READY)
+	$(PYTHON) -m pytest -m 'not campaign'
+
+campaign: $(READY)
+	$(PYTHON) -m pytest -m campaign
+
+sanitize: $(READY)
+	./tests/native/sanitize $(PYTHON)
+
+clean:
+	rm -rf $(VENV) build *.egg-info shmcollect/*.so

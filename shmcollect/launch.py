@@ -1,0 +1,200 @@
+"""Starts a run: children up, specs agreed, segment laid out, everyone joined.
+
+workers make their envs and report spaces -> inference probes the policy and reports extras -> the layout is known ->
+the segment is created -> everyone attaches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shmcollect.config import CollectorConfig, usable_cores
+from shmcollect.counters import counter_names
+from shmcollect.env_worker import JoinMessage, WorkerPayload
+from shmcollect.envs import check_same_spaces, without
+from shmcollect.inference_server import InferencePayload
+from shmcollect.layout import Field, Layout, slot_fields
+from shmcollect.run_state import STOPPING, RunState
+from shmcollect.seeding import env_seeds, inference_seed, root_sequence, worker_seed
+from shmcollect.segment import Segment
+from shmcollect.spec import Tree
+from shmcollect.supervisor import Child, Supervisor, pickled
+
+_GRACE_S = 5.0  # for closing the envs of a worker
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the user asked for, checked.
+
+    Attributes:
+        config: The numbers.
+        factories: One per env; callables or ``EnvSpec``.
+        policy: The policy, or None.
+        policy_factory: What builds it, or None.
+        device: Where the policy runs, or None.
+        seed: The user's seed, or None.
+        name: The run's name.
+        drop_obs: Dict entries to leave out of observations.
+    """
+
+    config: CollectorConfig
+    factories: Sequence[Any]
+    policy: Any
+    policy_factory: Any
+    device: str | None
+    seed: int | None
+    name: str
+    drop_obs: tuple[Any, ...]
+
+
+@dataclass
+class Run:
+    """A run's processes and memory; `close` leaves nothing of either."""
+
+    supervisor: Supervisor = field(default_factory=Supervisor)
+    segment: Segment | None = None
+    state: RunState | None = None
+
+    def close(self) -> None:
+        """Stops and reaps the children, then removes the segment. Does nothing the second time, or after a fork."""
+        if not self.supervisor.is_owner():
+            return
+        try:
+            if self.state is not None:
+                self.state.end(STOPPING)
+            self.supervisor.stop(_GRACE_S)
+        finally:
+            if self.segment is not None:
+                self.segment.unlink()
+                self.segment.close()
+                self.segment = self.state = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run under way.
+
+    Attributes:
+        run: Its processes and memory.
+        observation_space: That of env 0, without what was dropped.
+        action_space: That of env 0.
+        obs: The observation's tree.
+        action: The action's tree.
+        env_seeds: The seed of each env's first reset.
+    """
+
+    run: Run
+    segment: Segment
+    state: RunState
+    observation_space: Any
+    action_space: Any
+    obs: Tree
+    action: Tree
+    env_seeds: list[int]
+
+
+def launch(request: RunRequest) -> Started:
+    """Starts a run.
+
+    Raises:
+        ConfigError: A factory or the policy cannot be sent to another process.
+        ChildError: A child failed, or was not ready within ``startup_timeout``.
+        SpecError: The envs' spaces don't fit fixed slots or differ.
+        SegmentError: The segment cannot be created.
+    """
+    run = Run()
+    try:
+        return _launch(run, request)
+    except BaseException:
+        run.close()
+        raise
+
+
+def _launch(run: Run, request: RunRequest) -> Started:
+    config, supervisor = request.config, run.supervisor
+    root = root_sequence(request.seed)
+    seeds = env_seeds(root, config.num_envs)
+    inference = supervisor.start("inference server", _inference_payload(request, root))
+    workers = _start_workers(supervisor, request, root, seeds)
+
+    reports = supervisor.reports(workers, config.startup_timeout)
+    spaces = {env: each for report in reports for env, each in report.items()}
+    obs, action = check_same_spaces(spaces, request.drop_obs)
+    full_space, action_space = spaces[0]
+    observation_space = without(full_space, request.drop_obs)
+
+    supervisor.send(inference, (observation_space, action_space))
+    (extras,) = supervisor.reports([inference], config.startup_timeout)
+    segment = run.segment = Segment.create(request.name, _layout(request, obs, action, extras))
+    state = run.state = RunState(segment)
+
+    supervisor.send(inference, (request.name, segment.run_id))
+    for worker in workers:
+        supervisor.send(worker, JoinMessage(request.name, segment.run_id, full_space, action_space))
+    supervisor.reports([inference, *workers], config.startup_timeout)
+    return Started(run, segment, state, observation_space, action_space, obs, action, seeds)
+
+
+def _inference_payload(request: RunRequest, root: np.random.SeedSequence) -> bytes:
+    config = request.config
+    return pickled(
+        "the policy" if request.policy is not None else "policy_factory",
+        InferencePayload(
+            policy=request.policy,
+            policy_factory=request.policy_factory,
+            device=request.device,
+            seed=inference_seed(root),
+            num_threads=max(1, usable_cores() - config.num_workers),
+            min_batch_size=config.min_batch_size,
+            max_batch_size=config.max_batch_size,
+            server_timeout=config.server_timeout,
+        ),
+    )
+
+
+def _start_workers(
+    supervisor: Supervisor, request: RunRequest, root: np.random.SeedSequence, seeds: list[int]
+) -> list[Child]:
+    children, first = [], 0
+    for index, count in enumerate(request.config.worker_envs):
+        envs = range(first, first + count)
+        payload = WorkerPayload(
+            index=index,
+            first_env=first,
+            factories=request.factories[first : first + count],
+            env_seeds=seeds[first : first + count],
+            global_seed=worker_seed(root, index),
+            drop_obs=request.drop_obs,
+        )
+        what = f"create_env_fn (for envs {envs[0]}..{envs[-1]})"
+        children.append(supervisor.start("env worker", pickled(what, payload), index=index, envs=envs))
+        first += count
+    return children
+
+
+def _layout(request: RunRequest, obs: Tree, action: Tree, extras: Sequence[Any]) -> Layout:
+    config = request.config
+    fields = slot_fields(
+        [Field("obs", leaf.path, leaf.dtype, leaf.shape) for leaf in obs.leaves],
+        [Field("action", leaf.path, leaf.dtype, leaf.shape) for leaf in action.leaves],
+        [Field("extras", (each.name,), np.dtype(each.dtype), each.shape) for each in extras],
+        final_obs=config.final_obs,
+    )
+    return Layout(
+        worker_envs=config.worker_envs,
+        capacity=config.capacity,
+        rollout_length=config.rollout_length,
+        fields=fields,
+        counters=counter_names(config.num_workers),
+        labels={"env": _env_label(request.factories[0])},
+    )
+
+
+def _env_label(factory: Any) -> str:
+    """What a reader from outside may call the envs: an id, or the factory's name."""
+    return str(getattr(factory, "id", None) or getattr(factory, "__qualname__", type(factory).__name__))

@@ -1,0 +1,248 @@
+"""The memory map of a segment: pure arithmetic, every offset is computed here and nowhere else.
+
+::
+
+    0        header    magic · layout_version (written last) · size · owner pid, start time, pid namespace ·
+                       run id · creation time · where the description lies
+    4096     words     run state · pause count, its acknowledgement · grant count · reset count   (a cache line each)
+             bells     one per worker · inference · learner                                (a cache line each)
+             running   one word per worker                                                 (a cache line each)
+             counters  one block per role                                                  (padded)
+             observed  worker 0: observed[K], observed_ns[K] │ worker 1: ... │             (padded per worker)
+             acted[N]  ·  released[N]  ·  granted[N]                                       (padded)
+             description   JSON: everything needed to compute this map again
+             rings     field 0: env 0 [capacity, ...] │ env 1 │ ...   (padded per env: one writer per cache line)
+                       field 1: ...
+
+Single writers: workers write ``observed``, ``observed_ns``, their ``running`` word and the other fields;
+inference writes ``acted``, the acknowledgement, action, extras and policy version; the learner writes ``released``,
+``granted``, the pause, grant and reset counts. The run state is set by compare-and-swap by whoever ends the run first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+LAYOUT_VERSION = 1
+MAGIC = int.from_bytes(b"SHMCOLCT", "little")
+CACHE_LINE = 128  # bytes; two x86 lines, because the adjacent one is prefetched, and one line of some ARM cores
+ROW_ALIGNMENT = 64  # bytes; a multiple of every item size, so that strided views stay aligned
+PAGE = 4096
+
+HEADER_WORDS = (
+    "magic",
+    "layout_version",
+    "size_bytes",
+    "owner_pid",
+    "owner_start_ticks",
+    "pid_namespace",
+    "run_id",
+    "created_ns",
+    "description_offset",
+    "description_bytes",
+)
+HEADER = {name: 8 * i for i, name in enumerate(HEADER_WORDS)}
+CONTROL_WORDS = ("run_state", "pause_count", "pause_acknowledged", "grant_count", "reset_count")
+
+# The fields every slot has, in the order the native core takes them, with their dtype.
+STEP_FIELDS = {
+    "sequence": "<i8",
+    "episode_start": "|b1",
+    "reward": "<f4",
+    "terminated": "|b1",
+    "truncated": "|b1",
+    "interrupted": "|b1",
+}
+EPISODE_FIELDS = {"episode_return": "<f8", "episode_length": "<i8", "episode_duration": "<f8"}
+
+
+def align(offset: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` that is at least ``offset``."""
+    return -(-offset // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a slot.
+
+    Attributes:
+        kind: ``"obs"``, ``"final_obs"``, ``"action"``, ``"extras"``, or the name of a field every slot has.
+        path: Where the leaf lies in the nested value; ``()`` for a bare one.
+        dtype: Type of one element, native byte order.
+        shape: Shape of one slot's value.
+    """
+
+    kind: str
+    path: tuple[Hashable, ...]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one slot's value."""
+        return int(self.dtype.itemsize * np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def format(self) -> str:
+        """The element type as one letter of the ``struct`` module (``q`` for every 64-bit integer)."""
+        return {"l": "q", "L": "Q"}.get(self.dtype.char, self.dtype.char)
+
+
+def slot_fields(
+    obs: Sequence[Field], action: Sequence[Field], extras: Sequence[Field], *, final_obs: bool
+) -> tuple[Field, ...]:
+    """All fields of a slot: those every slot has, then the observation, its final twin, action and extras."""
+    scalars = {**STEP_FIELDS, **EPISODE_FIELDS, "policy_version": "<i8"}
+    fixed = [Field(kind, (), np.dtype(dtype), ()) for kind, dtype in scalars.items()]
+    final = [Field("final_obs", leaf.path, leaf.dtype, leaf.shape) for leaf in obs] if final_obs else []
+    return (*fixed, *obs, *final, *action, *extras)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in a segment.
+
+    Args:
+        worker_envs: How many envs each worker has; worker 0 has the first ones.
+        capacity: Slots per ring.
+        rollout_length: T, steps per rollout.
+        fields: All fields of a slot.
+        counters: The names of the counters of each role, by role.
+        labels: Free-form facts for readers from outside (env id, start time, ...).
+    """
+
+    worker_envs: tuple[int, ...]
+    capacity: int
+    rollout_length: int
+    fields: tuple[Field, ...]
+    counters: dict[str, tuple[str, ...]]
+    labels: dict[str, str]
+    words: dict[str, int] = field(init=False)
+    bells: dict[str, int] = field(init=False)
+    running: tuple[int, ...] = field(init=False)
+    counter_offsets: dict[str, int] = field(init=False)
+    cursors: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
+    description_offset: int = field(init=False)
+    field_offsets: tuple[int, ...] = field(init=False)
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        cursor = _Allocator(PAGE)
+        put = object.__setattr__
+        put(self, "words", {name: cursor.take(8) for name in CONTROL_WORDS})
+        bells = (*(f"worker {w}" for w in range(self.num_workers)), "inference", "learner")
+        put(self, "bells", {name: cursor.take(8) for name in bells})
+        put(self, "running", tuple(cursor.take(8) for _ in self.worker_envs))
+        put(self, "counter_offsets", {r: cursor.take(8 * len(names)) for r, names in self.counters.items()})
+        put(self, "cursors", self._cursor_offsets(cursor))
+        put(self, "description_offset", cursor.take(len(self.describe())))
+        offsets = []
+        cursor.offset = align(cursor.offset, PAGE)
+        for each in self.fields:
+            offsets.append(cursor.take(self.env_stride(each) * self.num_envs))
+        put(self, "field_offsets", tuple(offsets))
+        put(self, "size_bytes", align(cursor.offset, PAGE))
+
+    @property
+    def num_envs(self) -> int:
+        """Envs of all workers together."""
+        return sum(self.worker_envs)
+
+    @property
+    def num_workers(self) -> int:
+        """Env worker processes."""
+        return len(self.worker_envs)
+
+    def first_env(self, worker: int) -> int:
+        """Index of the first env of a worker."""
+        return sum(self.worker_envs[:worker])
+
+    @property
+    def groups(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The worker of every env, int64[num_envs]."""
+        return np.repeat(np.arange(self.num_workers, dtype=np.int64), self.worker_envs)
+
+    def env_stride(self, each: Field) -> int:
+        """Bytes from one env's ring of a field to the next env's."""
+        return align(each.row_bytes * self.capacity, ROW_ALIGNMENT)
+
+    def indices(self, kind: str) -> tuple[int, ...]:
+        """The positions of the fields of one kind."""
+        return tuple(i for i, each in enumerate(self.fields) if each.kind == kind)
+
+    def index(self, kind: str) -> int:
+        """The position of the only field of its kind."""
+        (index,) = self.indices(kind)
+        return index
+
+    def _cursor_offsets(self, cursor: _Allocator) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Offsets [observed, acted, released, granted, observed_ns] x [num_envs]."""
+        observed: list[int] = []
+        observed_ns: list[int] = []
+        for count in self.worker_envs:
+            block = cursor.take(2 * 8 * count)
+            observed += range(block, block + 8 * count, 8)
+            observed_ns += range(block + 8 * count, block + 2 * 8 * count, 8)
+        columns = [cursor.take(8 * self.num_envs) for _ in ("acted", "released", "granted")]
+        rows = [observed, *(range(c, c + 8 * self.num_envs, 8) for c in columns), observed_ns]
+        return np.array(rows, dtype=np.int64)
+
+    def describe(self) -> bytes:
+        """Everything this map was computed from, as JSON."""
+        return json.dumps(
+            {
+                "worker_envs": self.worker_envs,
+                "capacity": self.capacity,
+                "rollout_length": self.rollout_length,
+                "fields": [
+                    [each.kind, [_plain(key) for key in each.path], each.dtype.str, each.shape] for each in self.fields
+                ],
+                "counters": self.counters,
+                "labels": self.labels,
+            }
+        ).encode()
+
+    @classmethod
+    def from_description(cls, description: bytes) -> Layout:
+        """The same map again.
+
+        Raises:
+            ValueError: The bytes are not such a description.
+        """
+        try:
+            facts = json.loads(description)
+            fields = tuple(
+                Field(kind, tuple(path), np.dtype(dtype), tuple(shape)) for kind, path, dtype, shape in facts["fields"]
+            )
+            return cls(
+                tuple(facts["worker_envs"]),
+                facts["capacity"],
+                facts["rollout_length"],
+                fields,
+                {role: tuple(names) for role, names in facts["counters"].items()},
+                facts["labels"],
+            )
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise ValueError(f"not a layout description: {error!r}") from error
+
+
+class _Allocator:
+    """Hands out ranges, each on cache lines of its own."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def take(self, size_bytes: int) -> int:
+        start = align(self.offset, CACHE_LINE)
+        self.offset = start + size_bytes
+        return start
+
+
+def _plain(key: Hashable) -> str | int:
+    """A path element as JSON can hold it; readers from outside need only its name."""
+    return key if isinstance(key, str | int) else repr(key)

@@ -1,0 +1,206 @@
+"""The user's policy in the inference process: built once, called on a batch, and what it returns is checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmcollect.errors import ConfigError, SpecError
+from shmcollect.spec import Tree
+
+Array = np.ndarray[Any, Any]
+_PROBE_ROWS = 2  # one row would hide a policy that squeezes
+
+
+@dataclass(frozen=True)
+class ExtrasField:
+    """One entry of a policy's extras.
+
+    Attributes:
+        name: Its key.
+        dtype: Its NumPy dtype as a string, e.g. ``"<f4"``.
+        shape: Shape of one row.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def check_policy_arguments(policy: object, policy_factory: object) -> None:
+    """Checks that exactly one of the two is given, and callable.
+
+    Raises:
+        ConfigError: It is not so.
+    """
+    if (policy is None) == (policy_factory is None):
+        both = "both" if policy is not None else "neither"
+        raise ConfigError(f"expected exactly one of policy and policy_factory, got {both}")
+    name, value = ("policy", policy) if policy is not None else ("policy_factory", policy_factory)
+    if not callable(value):
+        raise ConfigError(f"{name}={value!r} is not callable")
+    if name == "policy_factory":
+        _factory_arguments(value)
+
+
+def _factory_arguments(factory: Callable[..., Any]) -> int:
+    """How many arguments a factory takes: the two spaces, or none."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some built-ins have none
+        return 0
+    for count in (2, 0):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count
+    raise ConfigError(
+        f"policy_factory{signature} can be called neither as policy_factory(observation_space, action_space) "
+        "nor as policy_factory()"
+    )
+
+
+def build_policy(policy: Any, policy_factory: Any, observation_space: Any, action_space: Any) -> Any:
+    """The policy itself, or what the factory makes of the spaces.
+
+    Raises:
+        TypeError: The factory returned something that cannot be called.
+    """
+    if policy_factory is None:
+        return policy
+    arguments = (observation_space, action_space)[: _factory_arguments(policy_factory)]
+    built = policy_factory(*arguments)
+    if not callable(built):
+        raise TypeError(f"policy_factory returned {built!r}, which cannot be called")
+    return built
+
+
+def policy_device(policy: object, device: str | None) -> torch.device:
+    """Where a policy runs: as asked, else where its parameters are, else on the CPU."""
+    if device is not None:
+        return torch.device(device)
+    if isinstance(policy, torch.nn.Module):
+        for parameter in policy.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+class PolicyCaller:
+    """Calls a policy on nested tensors with leading dimension n, and returns checked NumPy rows.
+
+    Args:
+        policy: ``policy(obs) -> action`` or ``-> (action, extras)``.
+        obs: The observation's tree.
+        action: The action's tree.
+        device: Where the observations are put; None: where the policy's parameters are.
+    """
+
+    def __init__(self, policy: Any, obs: Tree, action: Tree, device: str | None) -> None:
+        self.device = policy_device(policy, device)
+        self._policy = policy.to(self.device) if isinstance(policy, torch.nn.Module) else policy
+        self._obs = obs
+        self._action = action
+        self._returns_extras = False
+        self._extras: list[ExtrasField] = []
+
+    def tensors(self, rows: Sequence[Array]) -> Any:
+        """The observation as the policy takes it: nested tensors that share the rows' memory on the CPU."""
+        return self._obs.unflatten([torch.from_numpy(each) for each in rows])
+
+    def probe(self) -> list[ExtrasField]:
+        """Learns from two valid rows what the policy returns.
+
+        Raises:
+            SpecError: The actions do not fit the action space, or the extras no fixed slot.
+        """
+        result = self._call(self.tensors(self._obs.sample(_PROBE_ROWS, seed=0)))
+        self._returns_extras = self._is_pair(result)
+        _, extras = self._split(result)
+        self._extras = [_extras_field(name, value) for name, value in extras.items()]
+        self._check(result, _PROBE_ROWS)
+        return self._extras
+
+    def __call__(self, obs: Any, n: int) -> tuple[list[Array], list[Array]]:
+        """Runs the policy.
+
+        Args:
+            obs: What `tensors` made of n rows.
+            n: Rows.
+
+        Returns:
+            Action leaves ``[n, *shape]`` of exactly the space's dtypes, and extras ``[n, *shape]``.
+
+        Raises:
+            SpecError: What the policy returned does not fit.
+        """
+        return self._check(self._call(obs), n)
+
+    def _call(self, obs: Any) -> Any:
+        if self.device.type != "cpu":
+            obs = self._obs.unflatten([leaf.to(self.device, non_blocking=True) for leaf in self._obs.flatten(obs)])
+        return self._policy(obs)
+
+    def _is_pair(self, result: Any) -> bool:
+        """Whether this is (action, extras), rather than an action of a Tuple space that ends in a Dict."""
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            return False
+        try:
+            self._action.flatten(result[0])
+        except SpecError:
+            return False
+        return True
+
+    def _split(self, result: Any) -> tuple[Any, Mapping[str, Any]]:
+        if not self._returns_extras:
+            return result, {}
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise SpecError(f"the policy returned {type(result).__name__}; its first call returned (action, extras)")
+        return result
+
+    def _check(self, result: Any, n: int) -> tuple[list[Array], list[Array]]:
+        action, extras = self._split(result)
+        leaves = self._action.flatten(action)
+        rows = [self._action.check_rows(i, _to_numpy(leaf), n) for i, leaf in enumerate(leaves)]
+        if len(extras) != len(self._extras):
+            expected = [field.name for field in self._extras]
+            raise SpecError(f"extras: expected the keys {expected}, got {list(extras)}")
+        return rows, [_extras_rows(field, extras, n) for field in self._extras]
+
+
+def _to_numpy(value: Any) -> Array:
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    if value.dtype == torch.bfloat16:  # NumPy has none; float32 holds every value of it
+        value = value.float()
+    rows: Array = value.detach().cpu().numpy()
+    return rows
+
+
+def _extras_field(name: object, value: Any) -> ExtrasField:
+    if not isinstance(name, str) or not isinstance(value, torch.Tensor | np.ndarray):
+        raise SpecError(f"extras[{name!r}]: expected a str key and a tensor, got {type(value).__name__}")
+    rows = _to_numpy(value)
+    if rows.ndim == 0 or len(rows) != _PROBE_ROWS or rows.dtype.kind not in "biuf":
+        raise SpecError(
+            f"extras[{name!r}]: expected numbers with leading dimension {_PROBE_ROWS} for {_PROBE_ROWS} observations, "
+            f"got shape {rows.shape}, dtype {rows.dtype}"
+        )
+    return ExtrasField(name, rows.dtype.str, rows.shape[1:])
+
+
+def _extras_rows(field: ExtrasField, extras: Mapping[str, Any], n: int) -> Array:
+    if field.name not in extras:
+        raise SpecError(f"extras: {field.name!r} is missing, got {list(extras)}")
+    rows = _to_numpy(extras[field.name])
+    if rows.shape != (n, *field.shape) or rows.dtype.str != field.dtype:
+        raise SpecError(
+            f"extras[{field.name!r}]: expected shape {(n, *field.shape)}, dtype {np.dtype(field.dtype)}; "
+            f"got {rows.shape}, {rows.dtype}"
+        )
+    return np.ascontiguousarray(rows)

@@ -1,0 +1,44 @@
+"""The counters of a run as one dict of plain numbers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shmcollect.counters import Counters
+from shmcollect.segment import Segment
+
+
+def read_stats(segment: Segment) -> dict[str, Any]:
+    """What every role of a run has counted.
+
+    Returns:
+        ``frames``, ``batches``, ``episodes`` (delivered to the learner), ``inference_batches``,
+        ``mean_inference_batch`` (rows), ``workers`` (one dict each), ``inference`` and ``learner``, each with
+        ``busy_s`` and ``waiting_s`` beside its own counts, and ``segment_bytes``.
+    """
+    roles = {role: _role(Counters(segment, role).read()) for role in segment.layout.counters}
+    inference, learner = roles["inference"], roles["learner"]
+    return {
+        "frames": learner["frames"],
+        "batches": learner["batches"],
+        "episodes": learner["episodes"],
+        "inference_batches": inference["batches"],
+        "mean_inference_batch": inference["rows"] / inference["batches"] if inference["batches"] else 0.0,
+        "workers": [roles[f"worker {w}"] for w in range(segment.layout.num_workers)],
+        "inference": inference,
+        "learner": learner,
+        "segment_bytes": segment.layout.size_bytes,
+    }
+
+
+def _role(counts: dict[str, int]) -> dict[str, Any]:
+    """A role's counts with its times in seconds: waiting, and busy for the rest of its life."""
+    rest = {name: count for name, count in counts.items() if not name.endswith("_ns")}
+    alive_ns = max(0, counts["heartbeat_ns"] - counts["started_ns"]) if counts["started_ns"] else 0
+    return {
+        **rest,
+        "busy_s": max(0, alive_ns - counts["waiting_ns"]) / 1e9,
+        "waiting_s": counts["waiting_ns"] / 1e9,
+        "heartbeat_age_s": (time.monotonic_ns() - counts["heartbeat_ns"]) / 1e9 if counts["heartbeat_ns"] else None,
+    }

@@ -1,0 +1,291 @@
+"""Starts the child processes, watches them, carries their errors home, stops them and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import cloudpickle
+
+from shmcollect.control import ErrorRecord, Message, receive, send
+from shmcollect.errors import ChildError, ConfigError, EnvWorkerError, InferenceError
+
+Kind = Literal["env worker", "inference server"]
+_ENTRIES: dict[Kind, str] = {
+    "env worker": "shmcollect.env_worker:main",
+    "inference server": "shmcollect.inference_server:main",
+}
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_LAST_WORDS_S = 1.0  # how long to wait for the error record of a child that has just died
+
+
+@dataclass
+class Child:
+    """One child process and the caller's end of its connection.
+
+    Attributes:
+        kind: Its role.
+        index: The worker's number; 0 for inference.
+        envs: Indices of its envs; empty for inference.
+    """
+
+    kind: Kind
+    index: int
+    envs: range
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    connection: Connection
+    warnings: list[str] = field(default_factory=list)
+    failure: ErrorRecord | None = None
+
+    @property
+    def role(self) -> str:
+        """``"env worker 0"`` or ``"inference server"``."""
+        return f"{self.kind} {self.index}" if self.kind == "env worker" else self.kind
+
+    def read(self) -> Message | None:
+        """The next report, if one has arrived; keeps warnings and the record of a failure."""
+        while True:
+            try:
+                if not self.connection.poll():
+                    return None
+                message: Message = receive(self.connection)
+            except (EOFError, ConnectionResetError):
+                return None
+            if message.kind == "report":
+                return message
+            if message.kind == "warning":
+                self.warnings.append(f"{self.role}: {message.content}")
+            else:
+                self.failure = message.content
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended, reaped or not."""
+        return self.process.poll() is not None
+
+
+class Supervisor:
+    """The children of one run."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._poll = select.poll()
+        self._owner_pid = os.getpid()
+
+    def start(self, kind: Kind, payload: bytes, *, index: int = 0, envs: range = range(0)) -> Child:
+        """Starts a child.
+
+        Args:
+            kind: Its role.
+            payload: What its ``main`` gets, cloudpickled.
+            index: The worker's number.
+            envs: Indices of its envs.
+        """
+        ours, theirs = socket.socketpair()
+        parent_pidfd = os.pidfd_open(self._owner_pid)
+        payload_fd = os.memfd_create("shmcollect-payload")
+        try:
+            with open(payload_fd, "wb", closefd=False) as file:
+                file.write(payload)
+            os.lseek(payload_fd, 0, os.SEEK_SET)
+            fds = (theirs.fileno(), payload_fd, parent_pidfd)
+            title = f"shm-worker-{index}" if kind == "env worker" else "shm-inference"
+            with _interrupts_blocked():
+                process = subprocess.Popen(
+                    _command(title, _ENTRIES[kind], *fds),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    env=_environment(kind),
+                )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(payload_fd)
+            os.close(parent_pidfd)
+        child = Child(kind, index, envs, process, os.pidfd_open(process.pid), Connection(ours.detach()))
+        self.children.append(child)
+        self._poll.register(child.pidfd, select.POLLIN)
+        self._poll.register(child.connection.fileno(), select.POLLIN)
+        return child
+
+    def send(self, child: Child, content: object) -> None:
+        """Tells a child something; if it has died, its error is raised."""
+        try:
+            send(child.connection, content)
+        except (BrokenPipeError, ConnectionResetError):
+            self._raise_failure(child)
+
+    def reports(self, children: list[Child], timeout_s: float) -> list[Any]:
+        """The next report of each of these children, in order.
+
+        Raises:
+            ChildError: A child failed or died, or did not report in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        contents: dict[int, Any] = {}
+        while len(contents) < len(children):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                late = next(child for i, child in enumerate(children) if i not in contents)
+                raise _error(late, f"was not ready within startup_timeout={timeout_s:g} s", {}, "")
+            self._poll.poll(min(remaining_s, 0.1) * 1000)
+            for i, child in enumerate(children):
+                message = child.read() if i not in contents else None
+                if message is not None:
+                    contents[i] = message.content
+            self.check()
+        return [contents[i] for i in range(len(children))]
+
+    def check(self) -> None:
+        """Looks whether all children are well; cheap, one system call.
+
+        Raises:
+            ChildError: One failed or died; of several, the one that failed first.
+        """
+        if not self._poll.poll(0):
+            return
+        for child in self.children:
+            child.read()
+        ended = [child for child in self.children if child.has_ended()]
+        failed = [child for child in self.children if child.failure is not None]
+        if failed:
+            self._raise_failure(min(failed, key=lambda child: child.failure.time_ns if child.failure else 0))
+        if ended:
+            self._raise_failure(ended[0])
+
+    def _raise_failure(self, child: Child) -> None:
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while child.failure is None and not child.has_ended() and time.monotonic() < deadline:
+            child.read()
+            time.sleep(0.01)
+        child.read()
+        record = child.failure
+        if record is None:
+            raise _error(child, _end_of(child.process), {}, "")
+        raise _error(child, _what_failed(record), record.details, record.traceback)
+
+    def is_owner(self) -> bool:
+        """Whether this is the process that started the children, and not a fork of it."""
+        return os.getpid() == self._owner_pid
+
+    def stop(self, grace_s: float) -> None:
+        """Waits for the children to end, kills those that don't, and reaps all; shows the warnings they left.
+
+        Also after a fork: a copy of this object in another process touches nothing.
+        """
+        if not self.is_owner():
+            return
+        for child in self.children:
+            with socket.socket(fileno=os.dup(child.connection.fileno())) as end:
+                end.shutdown(socket.SHUT_WR)  # one that has not joined the run yet learns here that there is none
+        deadline = time.monotonic() + grace_s
+        texts: list[str] = []
+        try:
+            for child in self.children:
+                _wait(child, deadline)
+        finally:
+            for child in self.children:
+                texts += _reap(child)
+            self.children.clear()
+        for text in texts:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _wait(child: Child, deadline: float) -> None:
+    """Waits for a child to end, reading what it says, so that it never blocks on a full connection."""
+    while not child.has_ended() and time.monotonic() < deadline:
+        ready = select.poll()
+        ready.register(child.pidfd, select.POLLIN)
+        ready.register(child.connection.fileno(), select.POLLIN)
+        ready.poll(max(0.0, min(deadline - time.monotonic(), 0.05)) * 1000)
+        child.read()
+
+
+def _reap(child: Child) -> list[str]:
+    """Kills a child that still lives, collects it and closes what belongs to it; returns what it had to say."""
+    if not child.has_ended():
+        child.process.send_signal(signal.SIGKILL)
+        child.warnings.append(f"{child.role} did not end in time and was killed; close() of its envs may not have run")
+    child.process.wait()
+    child.read()
+    child.connection.close()
+    os.close(child.pidfd)
+    return child.warnings
+
+
+def _command(title: str, entry: str, *fds: int) -> list[str]:
+    """Runs ``_child.main`` with the caller's import path, which may have grown since the caller started."""
+    arguments = ", ".join(repr(each) for each in (title, entry, *fds))
+    code = f"import sys; sys.path[:] = {sys.path!r}; from shmcollect._child import main; main({arguments})"
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", code]
+
+
+def _environment(kind: Kind) -> dict[str, str]:
+    """One thread per env worker, unless the user said otherwise."""
+    if kind != "env worker":
+        return dict(os.environ)
+    return {**dict.fromkeys(_THREAD_VARIABLES, "1"), **os.environ}
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A child inherits the mask and unblocks SIGINT once it can handle it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> str:
+    code = process.poll()
+    if code is None:
+        return "closed its connection without a word"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended unexpectedly with exit code {code}"
+
+
+def _what_failed(record: ErrorRecord) -> str:
+    details = record.details
+    where = f"env {details['env_index']}" if "env_index" in details else "it"
+    at = f" at step {details['step']}" if "step" in details else ""
+    during = f" in {details['during']}" if "during" in details else ""
+    return f"failed: {where} raised {details['type']}{during}{at}: {record.message}"
+
+
+def _error(child: Child, what: str, details: dict[str, object], traceback: str) -> ChildError:
+    owner = f"{child.role} (pid {child.process.pid}"
+    if child.envs:
+        owner += f", envs {child.envs[0]}..{child.envs[-1]}"
+    text = f"{owner}) {what}"
+    if traceback:
+        text += f"\n\nTraceback in the {child.role}:\n{traceback}"
+    kind = EnvWorkerError if child.kind == "env worker" else InferenceError
+    return kind(text, role=child.role, pid=child.process.pid, details=details, child_traceback=traceback)
+
+
+def pickled(what: str, content: object) -> bytes:
+    """Cloudpickles a payload.
+
+    Raises:
+        ConfigError: It cannot be sent to another process.
+    """
+    try:
+        return bytes(cloudpickle.dumps(content))
+    except Exception as error:
+        raise ConfigError(f"{what} cannot be sent to another process: {type(error).__name__}: {error}") from error
