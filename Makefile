@@ -10,7 +10,7 @@ demo: $(READY)
 
 test: lint types sanitize unit
 
-$(READY): setup.cfg setup.py constraints.txt shmcollect/_native.c shmcollect/_sync.h
+$(READY): setup.cfg setup.py constraints.txt $(wildcard shmcollect/*.c shmcollect/*.h)
 	@command -v $${CC:-cc} >/dev/null || { echo "shmcollect has a small C core: install a C compiler (e.g. apt install gcc)" >&2; exit 1; }
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "shmcollect needs Python 3.11 or later" >&2; exit 1; }
 	test -x $(PYTHON) || python3 -m venv $(VENV)

@@ -234,12 +234,22 @@ class AsyncBatchedCollector:
             self._state.reset_count += 1
 
     def close(self) -> None:
-        """Stops everything; nothing is left behind. Safe to call twice, and from another thread."""
+        """Stops everything; nothing is left behind. Safe to call twice, and from another thread.
+
+        Warns:
+            RuntimeWarning: An env could not be closed, or a child did not end within five seconds and was killed.
+        """
+        for text in self._shut_down():
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _shut_down(self) -> list[str]:
+        if self._finalizer.detach() is None:
+            return []
         self._closed = True
-        self._finalizer.detach()
         self._state.end(STOPPING)  # wakes a thread that is collecting: it raises ClosedError
         with self._busy:
-            self._run.close()
+            del self._learner, self._ready  # what looks at the segment's memory
+            return self._run.close()
 
     shutdown = close
 
@@ -291,8 +301,9 @@ class AsyncBatchedCollector:
         self._check_open()
         try:
             self._supervisor.check()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            for text in self._shut_down():
+                error.add_note(text)
             raise
 
     def _check_open(self) -> None:

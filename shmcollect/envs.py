@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
-from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 from shmcollect.errors import ConfigError, RoleFailure, SpecError
@@ -107,21 +106,6 @@ def check_same_spaces(pairs: dict[int, tuple[Any, Any]], drop_obs: tuple[Any, ..
             if difference is not None:
                 raise SpecError(f"env {env_index}: its {name} space differs from that of env 0: {difference}")
     return first
-
-
-def without(space: Any, drop_obs: tuple[Any, ...]) -> Any:
-    """The space without these Dict entries: keys of the outermost Dict, or paths of inner entries."""
-    for entry in drop_obs:
-        space = _without_path(space, entry if isinstance(entry, tuple) else (entry,))
-    return space
-
-
-def _without_path(space: Any, path: tuple[Any, ...]) -> Any:
-    key, *rest = path
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(_without_path(each, tuple(rest)) if i == key else each for i, each in enumerate(space))
-    inner = {name: _without_path(each, tuple(rest)) if name == key and rest else each for name, each in space.items()}
-    return spaces.Dict(inner if rest else {name: each for name, each in inner.items() if name != key})
 
 
 def observation_tree(space: Any, drop_obs: tuple[Any, ...] = ()) -> Tree:

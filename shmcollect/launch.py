@@ -15,13 +15,13 @@ import numpy as np
 from shmcollect.config import CollectorConfig, usable_cores
 from shmcollect.counters import counter_names
 from shmcollect.env_worker import JoinMessage, WorkerPayload
-from shmcollect.envs import check_same_spaces, without
+from shmcollect.envs import check_same_spaces
 from shmcollect.inference_server import InferencePayload
 from shmcollect.layout import Field, Layout, slot_fields
 from shmcollect.run_state import STOPPING, RunState
 from shmcollect.seeding import env_seeds, inference_seed, root_sequence, worker_seed
 from shmcollect.segment import Segment
-from shmcollect.spec import Tree
+from shmcollect.spec import Tree, without
 from shmcollect.supervisor import Child, Supervisor, pickled
 
 _GRACE_S = 5.0  # for closing the envs of a worker
@@ -60,14 +60,17 @@ class Run:
     segment: Segment | None = None
     state: RunState | None = None
 
-    def close(self) -> None:
-        """Stops and reaps the children, then removes the segment. Does nothing the second time, or after a fork."""
+    def close(self) -> list[str]:
+        """Stops and reaps the children, then removes the segment; returns what went wrong on the way.
+
+        Does nothing the second time, or in a fork of the process that started the run.
+        """
         if not self.supervisor.is_owner():
-            return
+            return []
         try:
             if self.state is not None:
                 self.state.end(STOPPING)
-            self.supervisor.stop(_GRACE_S)
+            return self.supervisor.stop(_GRACE_S)
         finally:
             if self.segment is not None:
                 self.segment.unlink()
@@ -110,8 +113,9 @@ def launch(request: RunRequest) -> Started:
     run = Run()
     try:
         return _launch(run, request)
-    except BaseException:
-        run.close()
+    except BaseException as error:
+        for text in run.close():
+            error.add_note(text)
         raise
 
 
@@ -137,6 +141,8 @@ def _launch(run: Run, request: RunRequest) -> Started:
     for worker in workers:
         supervisor.send(worker, JoinMessage(request.name, segment.run_id, full_space, action_space))
     supervisor.reports([inference, *workers], config.startup_timeout)
+    for child in supervisor.children:
+        child.has_joined = True
     return Started(run, segment, state, observation_space, action_space, obs, action, seeds)
 
 

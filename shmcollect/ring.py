@@ -31,6 +31,8 @@ class Rings:
     def __init__(self, segment: Segment) -> None:
         layout = segment.layout
         self.buffer = segment.buffer
+        # Only frombuffer() makes an array that keeps the mapping from being closed under it; ndarray(buffer=) does not.
+        self._memory = np.frombuffer(segment.buffer, np.uint8)
         self.layout = layout
         self.num_envs = layout.num_envs
         self.capacity = layout.capacity
@@ -60,7 +62,7 @@ class Rings:
         return np.ndarray(
             (self.num_envs, self.capacity, *each.shape),
             each.dtype,
-            self.buffer,
+            self._memory,
             self.layout.field_offsets[field],
             (self.layout.env_stride(each), *inner),
         )

@@ -34,6 +34,7 @@ def run(role: Role, bell: Doorbell, state: RunState) -> None:
     published_ns = 0
     while state.is_running():
         if not role.do_work():
+            role.counters.publish()
             counts["waiting_ns"] += _wait_for_work(role, bell, state)
         now_ns = time.monotonic_ns()
         if now_ns - published_ns >= _PUBLISH_NS:

@@ -126,7 +126,7 @@ class Tree:
 
         nest = grow(without(space, drop, root), (), ())
         if not found:
-            refuse(root, "at least one leaf", f"{_name(space)}, of which {list(drop)} is left out")
+            refuse(root, "at least one leaf", f"{_name(space)}{f' without {list(drop)}' if drop else ''}")
         return cls(nest, found, dropped, root, refuse_nan)
 
     def describe(self, i: int) -> str:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -38,6 +37,7 @@ class Child:
         kind: Its role.
         index: The worker's number; 0 for inference.
         envs: Indices of its envs; empty for inference.
+        has_joined: Whether it has attached to the run's segment.
     """
 
     kind: Kind
@@ -48,6 +48,7 @@ class Child:
     connection: Connection
     warnings: list[str] = field(default_factory=list)
     failure: ErrorRecord | None = None
+    has_joined: bool = False
 
     @property
     def role(self) -> str:
@@ -181,14 +182,11 @@ class Supervisor:
         """Whether this is the process that started the children, and not a fork of it."""
         return os.getpid() == self._owner_pid
 
-    def stop(self, grace_s: float) -> None:
-        """Waits for the children to end, kills those that don't, and reaps all; shows the warnings they left.
-
-        Also after a fork: a copy of this object in another process touches nothing.
-        """
-        if not self.is_owner():
-            return
+    def stop(self, grace_s: float) -> list[str]:
+        """Waits for the children to end, kills those that don't, and reaps all; returns the warnings they left."""
         for child in self.children:
+            if not child.has_joined and not child.envs:
+                child.process.kill()  # still importing torch, perhaps for seconds; it has nothing to close
             with socket.socket(fileno=os.dup(child.connection.fileno())) as end:
                 end.shutdown(socket.SHUT_WR)  # one that has not joined the run yet learns here that there is none
         deadline = time.monotonic() + grace_s
@@ -200,8 +198,7 @@ class Supervisor:
             for child in self.children:
                 texts += _reap(child)
             self.children.clear()
-        for text in texts:
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return texts
 
 
 def _wait(child: Child, deadline: float) -> None:
@@ -217,8 +214,9 @@ def _wait(child: Child, deadline: float) -> None:
 def _reap(child: Child) -> list[str]:
     """Kills a child that still lives, collects it and closes what belongs to it; returns what it had to say."""
     if not child.has_ended():
-        child.process.send_signal(signal.SIGKILL)
-        child.warnings.append(f"{child.role} did not end in time and was killed; close() of its envs may not have run")
+        child.process.kill()
+        hint = "; close() of its envs may not have run" if child.envs else ""
+        child.warnings.append(f"{child.role} did not end in time and was killed{hint}")
     child.process.wait()
     child.read()
     child.connection.close()

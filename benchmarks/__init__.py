@@ -1,0 +1,1 @@
+"""Throughput of the collector beside an ideal and Gymnasium's vector envs, on workloads of known cost."""
