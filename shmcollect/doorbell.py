@@ -14,17 +14,20 @@ from mmap import mmap
 from shmcollect import _native
 
 LONGEST_SLEEP_S = 0.1  # every sleeper looks again after this long, so that no death can hang it
-_YIELD_NS = 50_000  # waking a sleeper costs about this much; a hand-over to one that is awake, next to nothing
+# Waking a sleeper costs about this much, a hand-over to one that is awake next to nothing: so one yields for a while
+# before sleeping. Where that keeps being in vain (long steps, many more processes than cores), it is given up.
+_YIELD_NS = 50_000
 
 
 class Doorbell:
     """One bell in a segment."""
 
-    __slots__ = ("_buffer", "_offset")
+    __slots__ = ("_buffer", "_offset", "_yield_ns")
 
     def __init__(self, buffer: mmap, offset: int) -> None:
         self._buffer = buffer
         self._offset = offset
+        self._yield_ns = _YIELD_NS
 
     def notify(self) -> None:
         """Wakes the sleeper, if there is one: a system call only then. Publish first."""
@@ -50,11 +53,8 @@ class Doorbell:
         """
         if look():
             return True
-        stop_ns = time.monotonic_ns() + min(_YIELD_NS, int(timeout_s * 1e9))
-        while time.monotonic_ns() < stop_ns:
-            os.sched_yield()
-            if look():
-                return True
+        if self._yield(look):
+            return True
         key = self.prepare()
         try:
             found = look()
@@ -64,5 +64,19 @@ class Doorbell:
         if found:
             self.cancel()
             return True
+        slept_ns = time.monotonic_ns()
         self.wait(key, min(timeout_s, LONGEST_SLEEP_S))
+        if time.monotonic_ns() - slept_ns < _YIELD_NS:
+            self._yield_ns = _YIELD_NS  # so short a sleep: yielding would have met it
         return look()
+
+    def _yield(self, look: Callable[[], bool]) -> bool:
+        """Looks for a while, letting others run in between; for less long each time it was in vain."""
+        stop_ns = time.monotonic_ns() + self._yield_ns
+        while time.monotonic_ns() < stop_ns:
+            os.sched_yield()
+            if look():
+                self._yield_ns = _YIELD_NS
+                return True
+        self._yield_ns //= 2
+        return False

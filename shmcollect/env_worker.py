@@ -24,9 +24,11 @@ from shmcollect.run_state import RunState
 from shmcollect.runner import run
 from shmcollect.segment import Segment
 
-# A sweep over many envs tells the others at its end, and at least this often on the way: waking somebody for every
-# single row would cost more than the row.
+# Waking somebody for every single row would cost more than the row. A sweep over many envs tells the others at its
+# end, and on the way once it has made its share of the rows inference waits for, but not more often than this ...
 _NOTIFY_NS = 100_000
+# ... and anyway after this long: how long the oldest row may wait is measured from when inference hears of it.
+_NOTIFY_ANYWAY_NS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,21 @@ class WorkerPayload:
 
 @dataclass(frozen=True)
 class JoinMessage:
-    """What a worker needs to join the run once its segment exists. The spaces are those of env 0."""
+    """What a worker needs to join the run once its segment exists.
+
+    Attributes:
+        name: The run's name.
+        run_id: The run's id.
+        observation_space: That of env 0.
+        action_space: That of env 0.
+        rows_worth_telling: The worker's share of the rows inference waits for.
+    """
 
     name: str
     run_id: int
     observation_space: Any
     action_space: Any
+    rows_worth_telling: int = 1
 
 
 def main(session: ChildSession, payload: WorkerPayload) -> None:
@@ -99,6 +110,7 @@ class EnvWorker:
         self._first = payload.first_env
         self._envs = envs
         self._seeds = payload.env_seeds
+        self._rows_worth_telling = message.rows_worth_telling
         self._global_seed = payload.global_seed
         self._torch_seeded = False
         self._state = RunState(segment)
@@ -151,7 +163,7 @@ class EnvWorker:
             return 0
         self._reset_count = self._state.reset_count
         rollout_ended = False
-        notified_ns = time.monotonic_ns()
+        rows, notified_ns = 0, time.monotonic_ns()
         for env in acted:
             k = env - self._first
             try:
@@ -161,11 +173,12 @@ class EnvWorker:
             except BaseException as error:
                 raise RoleFailure(env_index=env, step=self._sequences[k], during="step") from error
             rollout_ended |= self._sequences[k] % self._rollout_length == 0
-            now_ns = time.monotonic_ns()
-            if now_ns - notified_ns > _NOTIFY_NS:
-                notified_ns = now_ns
+            rows += 1
+            since_ns = time.monotonic_ns() - notified_ns
+            if since_ns > _NOTIFY_NS and (rows >= self._rows_worth_telling or since_ns > _NOTIFY_ANYWAY_NS):
                 self._notify(rollout_ended)
                 rollout_ended = False
+                rows, notified_ns = 0, notified_ns + since_ns
                 if not self._state.is_running():
                     break
         self._notify(rollout_ended)

@@ -138,8 +138,9 @@ def _launch(run: Run, request: RunRequest) -> Started:
     state = run.state = RunState(segment)
 
     supervisor.send(inference, (request.name, segment.run_id))
+    share = -(-config.min_batch_size // config.num_workers)
     for worker in workers:
-        supervisor.send(worker, JoinMessage(request.name, segment.run_id, full_space, action_space))
+        supervisor.send(worker, JoinMessage(request.name, segment.run_id, full_space, action_space, share))
     supervisor.reports([inference, *workers], config.startup_timeout)
     for child in supervisor.children:
         child.has_joined = True

@@ -33,22 +33,18 @@ class Learner(Protocol):
         """Whether the last poll granted steps, so that inference must be told."""
 
 
-class _Remaining:
-    """Rollouts still to be delivered."""
+def _next_batch(reader: RolloutReader, config: CollectorConfig) -> int:
+    """Rollouts of the next batch: a full one, or what is left. What has been released has been delivered.
 
-    def __init__(self, config: CollectorConfig) -> None:
-        self._batch = config.batch_rollouts
-        self._left = config.total_rollouts
-
-    def next_batch(self) -> int:
-        """Rollouts of the next batch: a full one, or what is left."""
-        if self._left == 0:
-            raise ExhaustedError("all of total_frames has been delivered")
-        return self._batch if self._left is None else min(self._batch, self._left)
-
-    def delivered(self, rollouts: int) -> None:
-        if self._left is not None:
-            self._left -= rollouts
+    Raises:
+        ExhaustedError: Nothing is left.
+    """
+    if config.total_rollouts is None:
+        return config.batch_rollouts
+    left = config.total_rollouts - int(reader.rings.cursors(RELEASED).sum()) // reader.length
+    if left == 0:
+        raise ExhaustedError("all of total_frames has been delivered")
+    return min(config.batch_rollouts, left)
 
 
 class AsyncLearner:
@@ -59,9 +55,8 @@ class AsyncLearner:
 
     def __init__(self, reader: RolloutReader, config: CollectorConfig) -> None:
         self._reader = reader
-        self._remaining = _Remaining(config)
+        self._config = config
         self._grants = Grants(reader.rings, config.total_rollouts)
-        self._num_envs = config.num_envs
         self._most_of_one_env = 2 * -(-config.batch_rollouts // config.num_envs)
         self._taken = np.zeros(config.num_envs, np.int64)
         self._next_env = 0
@@ -71,15 +66,15 @@ class AsyncLearner:
     def poll(self) -> Batch | None:
         """See `Learner.poll`."""
         if self._draft is None:
-            self._draft = self._reader.draft(self._remaining.next_batch())
             self._taken[:] = 0
+            self._draft = self._reader.draft(_next_batch(self._reader, self._config))
+        self._draft.settle()
         self.granted_news = self._grant()
         while self._draft.missing and self._take(self._draft):
             self.granted_news |= self._grant()
         if self._draft.missing:
             return None
         batch = self._draft.finish()
-        self._remaining.delivered(len(batch))
         self._draft = None
         return batch
 
@@ -96,9 +91,8 @@ class AsyncLearner:
         envs, starts = envs[: draft.missing], starts[: draft.missing]
         if len(envs):
             draft.add(envs, starts)
-            self._reader.release(envs, starts)
             self._taken[envs] += 1
-            self._next_env = (int(envs[-1]) + 1) % self._num_envs
+            self._next_env = (int(envs[-1]) + 1) % self._config.num_envs
         return len(envs)
 
     def _others_can_deliver(self) -> bool:
@@ -115,50 +109,58 @@ class SyncLearner:
 
     def __init__(self, reader: RolloutReader, config: CollectorConfig) -> None:
         self._reader = reader
-        self._remaining = _Remaining(config)
+        self._config = config
         self._grants = Grants(reader.rings, None)
-        self._num_envs = config.num_envs
-        self._zero_copy = config.zero_copy
-        self._missing = 0
+        self._asked = 0  # rollouts of the batch under way; 0 between two batches
         self._draft: Draft | None = None
         self._lent: tuple[Index, Index] | None = None
         self.granted_news = False
 
     def poll(self) -> Batch | None:
         """See `Learner.poll`."""
-        if not self._missing:
-            self._begin(self._remaining.next_batch())
+        if not self._asked:
+            self._begin()
         self.granted_news = self._grants.publish()
-        while self._missing:
-            wanted = min(self._num_envs, self._missing)
-            envs, starts = self._reader.finished()
-            envs, starts = envs[:wanted], starts[:wanted]  # in order from env 0, so whole once the last is wanted - 1
-            if len(envs) < wanted or envs[-1] != wanted - 1:
-                return None
-            self._missing -= wanted
-            if self._draft is None:
-                return self._lend(envs.copy(), starts.copy())
-            self._draft.add(envs, starts)
-            self._reader.release(envs, starts)
-            self.granted_news |= self._grants.publish()
-        assert self._draft is not None
-        return self._deliver(self._draft.finish())
+        batch = self._lend() if self._draft is None else self._fill(self._draft)
+        if batch is not None:
+            self._asked = 0
+        return batch
 
-    def _begin(self, rollouts: int) -> None:
+    def _begin(self) -> None:
         """Takes back what was lent and draws the rollouts of the next batch: one of each env, then the next of each."""
         if self._lent is not None:
             self._reader.release(*self._lent)
             self._lent = None
-        share, extra = divmod(rollouts, self._num_envs)
-        self._grants.draw(np.array([share + (env < extra) for env in range(self._num_envs)], np.int64))
-        self._missing = rollouts
-        self._draft = None if self._zero_copy else self._reader.draft(rollouts)
+        rollouts, num_envs = _next_batch(self._reader, self._config), self._config.num_envs
+        share, extra = divmod(rollouts, num_envs)
+        delivered = self._reader.rings.cursors(RELEASED) // self._reader.length
+        self._grants.draw_to(delivered + share + (np.arange(num_envs) < extra))
+        self._draft = None if self._config.zero_copy else self._reader.draft(rollouts)
+        self._asked = rollouts
 
-    def _lend(self, envs: Index, starts: Index) -> Batch:
+    def _fill(self, draft: Draft) -> Batch | None:
+        """Copies every round that is finished; the batch once that was the last."""
+        draft.settle()
+        while draft.missing:
+            envs, starts = self._round(draft.missing)
+            if len(envs) == 0:
+                return None
+            draft.add(envs, starts)
+            self.granted_news |= self._grants.publish()
+        return draft.finish()
+
+    def _lend(self) -> Batch | None:
         """The rollouts in place, unreleased until the next batch is asked for."""
-        self._lent = (envs, starts)
-        return self._deliver(self._reader.view(len(envs), int(starts[0])))
+        envs, starts = self._round(self._asked)
+        if len(envs) == 0:
+            return None
+        self._lent = envs.copy(), starts.copy()
+        return self._reader.view(len(envs), int(starts[0]))
 
-    def _deliver(self, batch: Batch) -> Batch:
-        self._remaining.delivered(len(batch))
-        return batch
+    def _round(self, missing: int) -> tuple[Index, Index]:
+        """One finished rollout of each env, or of the first ones if no more are missing; empty until all are there."""
+        wanted = min(self._config.num_envs, missing)
+        envs, starts = self._reader.finished()
+        envs, starts = envs[:wanted], starts[:wanted]
+        whole = len(envs) == wanted and envs[-1] == wanted - 1  # they come in order, from env 0
+        return (envs, starts) if whole else (envs[:0], starts[:0])

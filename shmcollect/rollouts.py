@@ -56,7 +56,7 @@ class RolloutReader:
         return self._envs[:n], self._starts[:n]
 
     def release(self, envs: Index, starts: Index) -> None:
-        """Gives the slots of these rollouts back. They must be the oldest of their envs."""
+        """Gives the slots of these rollouts back. They must be the oldest of their envs, or the last given back."""
         self._native.advance(RELEASED, envs, starts, len(envs), self.length)
 
     def rows(self, field: int, envs: Index, sequences: Index) -> Array:
@@ -132,8 +132,22 @@ class _Ends:
     episodes: list[Episode]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Rollouts copied together."""
+
+    filled: int  # rollouts of the batch up to here
+    envs: Index
+    starts: Index
+    ends: _Ends | None
+
+
 class Draft:
-    """A batch under construction: every rollout is copied in, and its slots may be released at once."""
+    """A batch under construction: every rollout is copied in, and its slots are given back at once.
+
+    An interrupt may end `add` anywhere: rollouts are in the batch once their part is in the list, and only then are
+    they released, again if need be.
+    """
 
     def __init__(self, reader: RolloutReader, rollouts: int) -> None:
         layout, fields = reader.rings.layout, reader.rings.fields
@@ -143,10 +157,13 @@ class Draft:
             np.empty((rollouts, reader.length, *layout.fields[i].shape), layout.fields[i].dtype) for i in reader._copied
         ]
         self._following = [np.empty((rollouts, *layout.fields[i].shape), layout.fields[i].dtype) for i in fields["obs"]]
-        self._env_index = np.empty(rollouts, np.int64)
-        self._ends: list[_Ends] = []
+        self._parts: list[_Part] = []
         self.size = rollouts
-        self.filled = 0
+
+    @property
+    def filled(self) -> int:
+        """Rollouts added."""
+        return self._parts[-1].filled if self._parts else 0
 
     @property
     def missing(self) -> int:
@@ -154,19 +171,24 @@ class Draft:
         return self.size - self.filled
 
     def add(self, envs: Index, starts: Index) -> None:
-        """Copies the finished rollouts of these envs that begin at these sequences."""
-        reader, n, length = self._reader, len(envs), self._reader.length
-        rows = slice(self.filled, self.filled + n)
+        """Copies the finished rollouts of these envs that begin at these sequences, and releases them."""
+        reader, n, length, filled = self._reader, len(envs), self._reader.length, self.filled
+        rows = slice(filled, filled + n)
         for field, column in zip(reader._copied, self._columns, strict=True):
             self._native.gather(field, envs, starts, n, length, column[rows])
         for field, column in zip(reader.rings.fields["obs"], self._following, strict=True):
             self._native.gather(field, envs, starts + length, n, 1, column[rows])
-        self._env_index[rows] = envs
-        ends = reader._ends([column[rows] for column in self._columns], envs, starts, self.filled)
-        if ends is not None:
-            self._ends.append(ends)
-        self.filled += n
+        ends = reader._ends([column[rows] for column in self._columns], envs, starts, filled)
+        self._parts.append(_Part(filled + n, envs.copy(), starts.copy(), ends))
+        self.settle()
+
+    def settle(self) -> None:
+        """Releases what was added last, unless that is done; call it before looking for finished rollouts."""
+        if self._parts:
+            self._reader.release(self._parts[-1].envs, self._parts[-1].starts)
 
     def finish(self) -> Batch:
         """The full batch."""
-        return self._reader._batch(self._columns, self._following, self._env_index, self._ends)
+        envs = np.concatenate([part.envs for part in self._parts])
+        ends = [part.ends for part in self._parts if part.ends is not None]
+        return self._reader._batch(self._columns, self._following, envs, ends)

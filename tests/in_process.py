@@ -136,8 +136,10 @@ class InProcess:
         before, batches, exhausted = self.cursors(), len(self.batches), self.exhausted
         for role in self.roles:
             self.do(role)
-        changed = (self.cursors() != before).any()
-        return bool(changed) or len(self.batches) > batches or self.exhausted != exhausted
+        if self.exhausted:
+            return not exhausted
+        changed = bool((self.cursors() != before).any())
+        return changed or self.learner.granted_news or len(self.batches) > batches
 
     def follow(self, schedule: Sequence[str], batches: int) -> list[Batch]:
         """Works by a schedule, over and over, until there are so many batches or all frames have been delivered.
@@ -187,7 +189,13 @@ def in_process(
     try:
         for offset in layout.cursors[: GRANTED + 1].ravel().tolist():
             _native.store(segment.buffer, offset, first_sequence)
-        message = JoinMessage(segment.name, segment.run_id, *spaces)
+        message = JoinMessage(
+            name=segment.name,
+            run_id=segment.run_id,
+            rows_worth_telling=1,
+            observation_space=spaces[0],
+            action_space=spaces[1],
+        )
         workers = []
         for w, count in enumerate(config.worker_envs):
             first = layout.first_env(w)

@@ -309,7 +309,7 @@ def test_a_signal_ends_a_run_with_one_line_and_nothing_left(folder: Path, number
     code, stdout, stderr = command.end(timeout_s=20)
     assert code == 128 + number
     assert (stdout, stderr) == ("", f"shmcollect: interrupted by {number.name}\n")
-    assert time.monotonic() - sent_s < 5
+    assert time.monotonic() - sent_s < 10
 
 
 def test_an_impatient_ctrl_c_while_starting_leaves_nothing(folder: Path) -> None:

@@ -1,0 +1,121 @@
+"""Scripts as users write them: at top level without a guard, from stdin, interrupted, killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import gymnasium as gym, torch
+from shmcollect import AsyncBatchedCollector
+
+class Lonely(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+    def step(self, action):
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+collector = AsyncBatchedCollector(Lonely, lambda obs: (obs[:, 0] > 0).long(), num_envs=4, frames_per_batch=64)
+print("frames", collector.next_batch().num_frames, collector.name, flush=True)
+"""
+
+
+def run(script: str, *arguments: str, stdin: bool = False, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments, "-"] if stdin else [sys.executable, *arguments, "-c", script]
+    return subprocess.run(
+        command, input=script if stdin else None, capture_output=True, text=True, timeout=60, cwd=cwd, check=False
+    )
+
+
+def nothing_of(name: str) -> bool:
+    return not Path(f"/dev/shm/shmcollect.{name}").exists()
+
+
+def test_the_readmes_example_runs_as_written(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "frames" in result.stdout
+    assert not result.stderr
+
+
+@pytest.mark.parametrize("stdin", [False, True])
+def test_classes_and_lambdas_of_a_script_without_a_guard_work(stdin: bool) -> None:
+    result = run(SCRIPT + "collector.close()", stdin=stdin)
+    assert result.stdout.startswith("frames 64"), result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_script_that_forgets_to_close_ends_with_its_own_exit_code() -> None:
+    result = run(SCRIPT + "import sys; sys.exit(3)")
+    assert (result.returncode, result.stderr) == (3, "")
+    assert nothing_of(result.stdout.split()[-1])
+
+
+def test_a_script_that_raises_shows_its_own_error_alone() -> None:
+    result = run(SCRIPT + "raise KeyError('mine')")
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1 and "KeyError: 'mine'" in result.stderr
+    assert nothing_of(result.stdout.split()[-1])
+
+
+def start(script: str) -> tuple[subprocess.Popen[str], str, list[psutil.Process]]:
+    """Starts a script and waits for its first batch; returns it with its run's name and its children."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    name = process.stdout.readline().split()[-1]
+    return process, name, psutil.Process(process.pid).children(recursive=True)
+
+
+def test_ctrl_c_is_one_keyboard_interrupt_and_leaves_nothing() -> None:
+    process, name, children = start(SCRIPT + "\nfor batch in collector: pass")
+    assert children
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert process.returncode == -signal.SIGINT
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert nothing_of(name)
+
+
+BUSY = SCRIPT.replace("return self.observation_space.sample(), 1.0", "self.hang(); return None, 1.0").replace(
+    "    def step", "    def hang(self):\n        import ctypes; ctypes.PyDLL(None).sleep(1000)\n    def step"
+)
+
+
+@pytest.mark.parametrize("kind", ["asleep", "busy", "holding the GIL"])
+def test_children_end_within_two_seconds_of_their_killed_parent(kind: str) -> None:
+    script = SCRIPT + ("\nimport time; time.sleep(100)" if kind == "asleep" else "\nfor batch in collector: pass")
+    if kind == "holding the GIL":
+        script = BUSY.replace("print(", "print('name', collector.name, flush=True)\nprint(")
+    process, name, children = start(script)
+    assert len(children) >= 2
+    if kind == "holding the GIL":
+        time.sleep(0.5)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(children, timeout=2)
+    assert not alive, f"{alive} outlived their parent"
+    reclaim = f"from shmcollect.segment import _lock, _reclaim\nwith _lock(): _reclaim({name!r})"
+    assert run(reclaim).returncode == 0
+    assert nothing_of(name)
