@@ -180,13 +180,15 @@ static int rings_parse_fields(Rings *self, PyObject *fields)
 
 int field_index(const Rings *self, PyObject *object, Py_ssize_t *index)
 {
-    *index = PyLong_AsSsize_t(object);
-    if (*index == -1 && PyErr_Occurred())
+    int64_t number;
+    if (as_int64(object, &number) < 0)
         return -1;
-    if (*index >= 0 && *index < self->num_fields)
-        return 0;
-    PyErr_Format(PyExc_IndexError, "field=%zd, expected 0..%zd", *index, self->num_fields - 1);
-    return -1;
+    if (number < 0 || number >= self->num_fields) {
+        PyErr_Format(PyExc_IndexError, "field=%lld, expected 0..%zd", (long long)number, self->num_fields - 1);
+        return -1;
+    }
+    *index = (Py_ssize_t)number;
+    return 0;
 }
 
 static const char step_formats[NUM_STEP_FIELDS] = {'q', '?', 'f', '?', '?', '?'};

@@ -272,7 +272,8 @@ class AsyncBatchedCollector:
                 remaining_s = LONGEST_SLEEP_S if deadline is None else deadline - time.monotonic()
                 if remaining_s <= 0:
                     break
-                self._bell.wait_until(self._look, remaining_s)
+                time.sleep(min(self._learner.nap_s(), remaining_s))
+                self._bell.wait_until(self._learner.can_go_on, remaining_s)
             self._count(started_ns)
             batch, self._ready = self._ready, None
         return batch if batch is None else batch.to(self._storing_device)

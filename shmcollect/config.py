@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from shmcollect.errors import ConfigError
@@ -61,8 +62,8 @@ class CollectorConfig:
         Raises:
             ConfigError: Some combination cannot work; the text names the argument and what would work.
         """
-        _check_int("num_envs", num_envs, 1)
-        _check_int("frames_per_batch", frames_per_batch, 1)
+        num_envs = check_int("num_envs", num_envs, 1)
+        frames_per_batch = check_int("frames_per_batch", frames_per_batch, 1)
         length = _rollout_length(num_envs, frames_per_batch, rollout_length)
         if sync and frames_per_batch % (num_envs * length):
             raise ConfigError(
@@ -70,7 +71,7 @@ class CollectorConfig:
                 f"rollout_length = {num_envs} * {length}; nearest: {_nearest(frames_per_batch, num_envs * length)}"
             )
         if total_frames != -1:
-            _check_int("total_frames", total_frames, 1, hint=", or -1 for no end")
+            total_frames = check_int("total_frames", total_frames, 1, hint=", or -1 for no end")
         config = cls(
             num_envs=num_envs,
             frames_per_batch=frames_per_batch,
@@ -78,8 +79,8 @@ class CollectorConfig:
             rollout_length=length,
             total_frames=total_frames,
             sync=bool(sync),
-            max_batch_size=num_envs if max_batch_size is None else max_batch_size,
-            min_batch_size=min_batch_size,
+            max_batch_size=check_int("max_batch_size", num_envs if max_batch_size is None else max_batch_size, 1),
+            min_batch_size=check_int("min_batch_size", min_batch_size, 1),
             server_timeout=server_timeout,
             capacity=_capacity(capacity, length, math.ceil(frames_per_batch / (num_envs * length)), sync),
             zero_copy=bool(zero_copy),
@@ -112,8 +113,6 @@ class CollectorConfig:
         return tuple(share + (worker < extra) for worker in range(self.num_workers))
 
     def _check_batching(self) -> None:
-        _check_int("min_batch_size", self.min_batch_size, 1)
-        _check_int("max_batch_size", self.max_batch_size, 1)
         if not self.min_batch_size <= self.max_batch_size <= self.num_envs:
             raise ConfigError(
                 f"min_batch_size={self.min_batch_size}, max_batch_size={self.max_batch_size}, "
@@ -132,7 +131,7 @@ class CollectorConfig:
             )
 
 
-def check_duration(name: str, value: float | None, *, none_means: str = "") -> None:
+def check_duration(name: str, value: object, *, none_means: str = "") -> None:
     """Checks a number of seconds.
 
     Raises:
@@ -145,9 +144,15 @@ def check_duration(name: str, value: float | None, *, none_means: str = "") -> N
         raise ConfigError(f"{name}={value!r}: expected seconds >= 0{hint}")
 
 
-def _check_int(name: str, value: object, minimum: int, *, hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+def check_int(name: str, value: object, minimum: int, *, hint: str = "") -> int:
+    """Returns a number, which may be NumPy's, as Python's.
+
+    Raises:
+        ConfigError: It is not an integer, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise ConfigError(f"{name}={value!r}: expected an integer >= {minimum}{hint}")
+    return int(value)
 
 
 def _nearest(value: int, step: int) -> str:
@@ -160,7 +165,7 @@ def _rollout_length(num_envs: int, frames_per_batch: int, rollout_length: int | 
     if rollout_length is None:
         longest = max(1, frames_per_batch // num_envs)
         return next(t for t in range(longest, 0, -1) if frames_per_batch % t == 0)
-    _check_int("rollout_length", rollout_length, 1)
+    rollout_length = check_int("rollout_length", rollout_length, 1)
     if frames_per_batch % rollout_length:
         raise ConfigError(
             f"frames_per_batch={frames_per_batch} is not a multiple of rollout_length={rollout_length}; "
@@ -173,7 +178,7 @@ def _capacity(capacity: int | None, length: int, per_env: int, sync: bool) -> in
     """Room for an env's rollouts of a batch, and for what it makes meanwhile: one more in sync mode, else as many."""
     if capacity is None:
         return (per_env + 1 if sync else 2 * per_env) * length
-    _check_int("capacity", capacity, 1)
+    capacity = check_int("capacity", capacity, 1)
     if capacity < length + 1:
         raise ConfigError(
             f"capacity={capacity}: a rollout of {length} steps needs the observation after it, so at least {length + 1}"
@@ -184,7 +189,7 @@ def _capacity(capacity: int | None, length: int, per_env: int, sync: bool) -> in
 def _num_workers(num_workers: int | None, num_envs: int) -> int:
     if num_workers is None:
         return min(num_envs, max(1, usable_cores() - 1))
-    _check_int("num_workers", num_workers, 1)
+    num_workers = check_int("num_workers", num_workers, 1)
     if num_workers > num_envs:
         raise ConfigError(f"num_workers={num_workers} exceeds num_envs={num_envs}: some would have no env")
     return num_workers

@@ -6,7 +6,7 @@ from shmcollect import _native
 from shmcollect.segment import Segment
 
 COMMON = ("heartbeat_ns", "waiting_ns", "started_ns")
-WORKER = (*COMMON, "steps", "resets", "episodes")
+WORKER = (*COMMON, "steps", "episodes")
 INFERENCE = (*COMMON, "batches", "rows")
 LEARNER = (*COMMON, "frames", "rollouts", "batches", "episodes")
 

@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from shmcollect.config import check_int
 from shmcollect.errors import ConfigError, RoleFailure, SpecError
 from shmcollect.spec import Tree
 
@@ -31,7 +32,7 @@ def resolve_factories(create_env_fn: object, num_envs: int | None) -> list[EnvFa
     if isinstance(create_env_fn, EnvSpec) or callable(create_env_fn):
         if num_envs is None:
             raise ConfigError("num_envs is missing: it says how many envs to make from one id, spec or factory")
-        return [create_env_fn] * num_envs
+        return [create_env_fn] * check_int("num_envs", num_envs, 1)
     if not isinstance(create_env_fn, Sequence):
         raise ConfigError(
             f"create_env_fn={create_env_fn!r}: expected an env id, an EnvSpec, a callable or a list of callables"

@@ -5,6 +5,7 @@ scan the cursors -> gather rows of ready envs -> policy -> check -> scatter acti
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -69,6 +70,7 @@ def main(session: ChildSession, payload: InferencePayload) -> None:
     segment = session.attach(*session.receive())
     seed_globals(payload.seed)  # whatever building and probing drew, the run starts from the seed
     server = InferenceServer(caller, segment, payload)
+    gc.freeze()  # torch alone is some hundred thousand objects
     session.report("joined")
     server.run()
 

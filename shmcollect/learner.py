@@ -6,6 +6,7 @@ calls it sleeps on the learner's bell in between.
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ from shmcollect.errors import ExhaustedError
 from shmcollect.grants import Grants
 from shmcollect.ring import RELEASED
 from shmcollect.rollouts import Draft, Index, RolloutReader
+
+_LONGEST_NAP_S = 0.01
 
 
 class Learner(Protocol):
@@ -31,6 +34,12 @@ class Learner(Protocol):
     @property
     def granted_news(self) -> bool:
         """Whether the last poll granted steps, so that inference must be told."""
+
+    def can_go_on(self) -> bool:
+        """Whether another poll would do something: a much cheaper look."""
+
+    def nap_s(self) -> float:
+        """How long the learner may well look away, because nobody waits for it."""
 
 
 def _next_batch(reader: RolloutReader, config: CollectorConfig) -> int:
@@ -51,6 +60,8 @@ class AsyncLearner:
     """Batches of whichever rollouts finish first, taken from the envs in turn.
 
     At most ``2 * ceil(B / num_envs)`` rollouts of one env are in a batch, as long as another env can still deliver.
+    Rollouts finish one by one, all the time; being woken for each would cost the envs more than it brings. So between
+    two looks the learner naps for a small part of what a batch takes, as far as the rings have room meanwhile.
     """
 
     def __init__(self, reader: RolloutReader, config: CollectorConfig) -> None:
@@ -61,11 +72,14 @@ class AsyncLearner:
         self._taken = np.zeros(config.num_envs, np.int64)
         self._next_env = 0
         self._draft: Draft | None = None
+        self._began_s = self._batch_s = 0.0
+        self._spare = min(1.0, (config.capacity - 1 - reader.length) / reader.length)  # rollouts a ring can go ahead
         self.granted_news = False
 
     def poll(self) -> Batch | None:
         """See `Learner.poll`."""
         if self._draft is None:
+            self._began_s = time.monotonic()
             self._taken[:] = 0
             self._draft = self._reader.draft(_next_batch(self._reader, self._config))
         self._draft.settle()
@@ -76,7 +90,16 @@ class AsyncLearner:
             return None
         batch = self._draft.finish()
         self._draft = None
+        self._batch_s = time.monotonic() - self._began_s
         return batch
+
+    def can_go_on(self) -> bool:
+        """See `Learner.can_go_on`."""
+        return len(self._reader.finished(self._next_env)[0]) > 0
+
+    def nap_s(self) -> float:
+        """See `Learner.nap_s`."""
+        return min(_LONGEST_NAP_S, self._batch_s * self._spare / 16)
 
     def _grant(self) -> bool:
         self._grants.draw_to_capacity()
@@ -125,6 +148,14 @@ class SyncLearner:
         if batch is not None:
             self._asked = 0
         return batch
+
+    def can_go_on(self) -> bool:
+        """See `Learner.can_go_on`."""
+        return len(self._round(self._asked if self._draft is None else self._draft.missing)[0]) > 0
+
+    def nap_s(self) -> float:
+        """None: once a round is complete, every env waits for the learner."""
+        return 0.0
 
     def _begin(self) -> None:
         """Takes back what was lent and draws the rollouts of the next batch: one of each env, then the next of each."""

@@ -14,7 +14,9 @@ import mmap
 import os
 import re
 import secrets
+import stat
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -126,12 +128,12 @@ class Segment:
             try:
                 _reserve(shared.fd, layout.size_bytes)
                 buffer = mmap.mmap(shared.fd, layout.size_bytes)
+                _write_header(buffer, layout)
             except BaseException:
                 posix_ipc.unlink_shared_memory(f"/{PREFIX}{name}")
                 raise
             finally:
                 shared.close_fd()
-            _write_header(buffer, layout)
         return cls(name, buffer, layout)
 
     @classmethod
@@ -190,7 +192,6 @@ def _owner(buffer: mmap.mmap) -> Owner:
 def _write_header(buffer: mmap.mmap, layout: Layout) -> None:
     owner = Owner.this_process()
     description = layout.describe()
-    buffer[layout.description_offset : layout.description_offset + len(description)] = description
     values = {
         "magic": MAGIC,
         "size_bytes": layout.size_bytes,
@@ -201,9 +202,11 @@ def _write_header(buffer: mmap.mmap, layout: Layout) -> None:
         "created_ns": time.time_ns(),
         "description_offset": layout.description_offset,
         "description_bytes": len(description),
+        "description_crc": zlib.crc32(description),
     }
     for word, value in values.items():
         _native.store(buffer, HEADER[word], value)
+    buffer[layout.description_offset : layout.description_offset + len(description)] = description
     _native.store(buffer, HEADER["layout_version"], LAYOUT_VERSION)  # SYNC: layout version
 
 
@@ -222,8 +225,11 @@ def _read_layout(name: str, buffer: mmap.mmap) -> Layout:
     size = _native.load(buffer, HEADER["description_bytes"])
     if not (PAGE <= start <= len(buffer) and 0 < size <= len(buffer) - start):
         raise NotASegmentError(f"{name!r} is damaged: its description would lie at {start}, {size} bytes long")
+    description = buffer[start : start + size]
+    if zlib.crc32(description) != _native.load(buffer, HEADER["description_crc"]):
+        raise NotASegmentError(f"{name!r} is damaged: its description does not match its checksum")
     try:
-        layout = Layout.from_description(buffer[start : start + size])
+        layout = Layout.from_description(description)
     except ValueError as error:
         raise NotASegmentError(f"{name!r} is damaged: {error}") from error
     if layout.size_bytes != len(buffer):
@@ -234,12 +240,19 @@ def _read_layout(name: str, buffer: mmap.mmap) -> Layout:
 def _map(name: str, *, writable: bool) -> mmap.mmap:
     """Maps whatever has this name, if it is at least a header long."""
     path = f"{SHM_DIRECTORY}/{PREFIX}{name}"
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a fifo would block
     try:
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, flags | (os.O_RDWR if writable else os.O_RDONLY))
     except PermissionError as error:
         raise SegmentInUseError(f"{name!r} belongs to user {os.stat(path).st_uid}") from error
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        raise NotASegmentError(f"{name!r} is not a segment of shmcollect: {error.strerror}") from error
     try:
-        size = os.fstat(fd).st_size
+        mode, size = os.fstat(fd).st_mode, os.fstat(fd).st_size
+        if not stat.S_ISREG(mode):
+            raise NotASegmentError(f"{name!r} is not a segment of shmcollect: no regular file")
         if size == 0:
             raise SegmentNotReadyError(f"{name!r} is being created (or its creator died doing so)")
         if size < PAGE:
@@ -259,24 +272,26 @@ def _reclaim(name: str) -> None:
         posix_ipc.unlink_shared_memory(f"/{PREFIX}{name}")
         return
     with buffer:
-        magic, owner = _native.load(buffer, HEADER["magic"]), _owner(buffer)
-    if magic not in (0, MAGIC):
+        magic, version = (_native.load(buffer, HEADER[word]) for word in ("magic", "layout_version"))
+        owner, untouched = _owner(buffer), not any(buffer[:PAGE])
+    if magic != MAGIC and not untouched:
         raise NotASegmentError(f"{SHM_DIRECTORY}/{PREFIX}{name} exists and is not a segment of shmcollect")
-    if magic == MAGIC and not owner.is_here():
+    ready = version != 0  # otherwise its creator, who held the lock as we do now, died on the way
+    if ready and not owner.is_here():
         raise SegmentInUseError(
             f"{name!r} belongs to pid {owner.pid} of another pid namespace (a container?); "
             f"choose another name, or remove {SHM_DIRECTORY}/{PREFIX}{name} if that run is over"
         )
-    if magic == MAGIC and owner.is_alive():
+    if ready and owner.is_alive():
         raise SegmentInUseError(f"{name!r} is in use by the live process {owner.pid}; choose another name")
     posix_ipc.unlink_shared_memory(f"/{PREFIX}{name}")
 
 
 def _check_space(size_bytes: int) -> None:
     stats = os.statvfs(SHM_DIRECTORY)
-    free = stats.f_bavail * stats.f_frsize
-    if size_bytes > free:
-        raise _space_error(size_bytes, free)
+    is_limited = stats.f_blocks > 0  # a tmpfs of unlimited size counts none
+    if is_limited and size_bytes > stats.f_bavail * stats.f_frsize:
+        raise _space_error(size_bytes)
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
@@ -286,11 +301,12 @@ def _reserve(fd: int, size_bytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
             raise
-        stats = os.statvfs(SHM_DIRECTORY)
-        raise _space_error(size_bytes, stats.f_bavail * stats.f_frsize) from error
+        raise _space_error(size_bytes) from error
 
 
-def _space_error(needed: int, free: int) -> SegmentSpaceError:
+def _space_error(needed: int) -> SegmentSpaceError:
+    stats = os.statvfs(SHM_DIRECTORY)
+    free = stats.f_bavail * stats.f_frsize
     return SegmentSpaceError(
         errno.ENOSPC,
         f"the run needs {needed:,} bytes of shared memory, {SHM_DIRECTORY} has {free:,} free; use a smaller capacity, "

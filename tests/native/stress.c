@@ -132,10 +132,11 @@ typedef struct {
     long lost, wrong, slept;
 } player_t;
 
+/* For a random time between a nanosecond and the cost of waking a sleeper: every step meets every other one. */
 static void dawdle(uint32_t *state)
 {
     *state = *state * 1664525 + 1013904223;
-    for (uint32_t i = *state >> 24; i > 0; i--)
+    for (uint32_t i = (*state >> 8) % (1u << (*state >> 28)); i > 0; i--)
         atomic_signal_fence(memory_order_seq_cst);
 }
 

@@ -1,0 +1,217 @@
+"""EnvStepper: one environment, stepped into its ring; the hot path of an env worker. Imports no torch.
+
+action in slot t -> env.step -> outcome into slot t, next observation into slot t + 1 -> ``observed``
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from shmcollect.envs import Env
+from shmcollect.errors import RoleFailure, SpecError
+from shmcollect.layout import EPISODE_FIELDS
+from shmcollect.ring import OBSERVED, Rings
+from shmcollect.spec import Tree
+
+
+class SlotWriter:
+    """How observations, actions and episodes lie in the slots; shared by the envs of a worker.
+
+    Args:
+        rings: The rings, mapped for writing.
+        obs: The observation's tree.
+        action: The action's tree.
+    """
+
+    def __init__(self, rings: Rings, obs: Tree, action: Tree) -> None:
+        self.native = rings.native
+        self.capacity = rings.capacity
+        self.read_action = action.reader([rings.view(field) for field in rings.fields["action"]])
+        self._obs = obs
+        self._final_fields = rings.fields["final_obs"]
+        self._episode_views = [rings.view(rings.fields[kind][0]) for kind in EPISODE_FIELDS]
+        # Leaves whose values have a range are looked at in Python; the others only if they do not fit exactly.
+        self._ranged = [i for i, leaf in enumerate(obs.leaves) if leaf.low is not None]
+        self.leaves = self._checked_leaves if self._ranged else obs.flatten
+
+    def _checked_leaves(self, obs: Any) -> tuple[Any, ...]:
+        leaves = list(self._obs.flatten(obs))
+        for i in self._ranged:
+            leaves[i] = self._obs.coerce(i, leaves[i])
+        return tuple(leaves)
+
+    def coerce(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The leaves in exactly their types.
+
+        Raises:
+            SpecError: One cannot be.
+        """
+        return tuple(self._obs.coerce(i, leaf) for i, leaf in enumerate(leaves))
+
+    def observe(self, env: int, sequence: int, obs: Any, episode_start: bool) -> None:
+        """Publishes an observation.
+
+        Raises:
+            SpecError: It does not fit the space.
+        """
+        leaves = self.leaves(obs)
+        if self.native.observe(env, sequence, leaves, episode_start) >= 0:
+            unfit = self.native.observe(env, sequence, self.coerce(leaves), episode_start)
+            assert unfit < 0, f"coerce() left {self._obs.describe(unfit)} unfit"
+
+    def keep_episode(self, env: int, sequence: int, obs: Any, record: tuple[float, int, float]) -> None:
+        """Keeps what ends with this step: the final observation, and return, length and seconds of the episode."""
+        if self._final_fields:
+            for field, leaf in zip(self._final_fields, self.coerce(self.leaves(obs)), strict=True):
+                fits = self.native.write(field, env, sequence, leaf)
+                assert fits, "coerce() left a final observation unfit"
+        slot = sequence % self.capacity
+        for view, number in zip(self._episode_views, record, strict=True):
+            view[env, slot] = number
+
+
+class EnvStepper:
+    """One env of a worker.
+
+    Args:
+        index: The env's index in the run.
+        env: The environment.
+        writer: How its slots are written.
+
+    Attributes:
+        sequence: Of its newest observation; -1 before the first.
+        truncate: Set it to end the episode with the next step, unless it has just begun.
+        episodes: Episodes that have ended.
+    """
+
+    __slots__ = (
+        "_began_ns",
+        "_began_sequence",
+        "_env",
+        "_return",
+        "_writer",
+        "episodes",
+        "index",
+        "sequence",
+        "truncate",
+    )
+
+    def __init__(self, index: int, env: Env, writer: SlotWriter) -> None:
+        self.index = index
+        self._env = env
+        self._writer = writer
+        self.sequence = writer.native.cursor(OBSERVED, index) - 1
+        self.truncate = False
+        self.episodes = 0
+        self._return = 0.0
+        self._began_sequence = self._began_ns = 0
+
+    def start(self, seed: int) -> None:
+        """Resets the env for the first time and publishes what it observes.
+
+        Raises:
+            RoleFailure: The env raised, or what it returned does not fit.
+        """
+        try:
+            self._writer.observe(self.index, 0, self._reset(seed), True)
+        except BaseException as error:
+            raise RoleFailure(env_index=self.index, step=0, during="reset") from error
+        self.sequence = 0
+
+    def step(self) -> int:
+        """Steps the env with the action of its newest observation; returns the sequence of the next one.
+
+        Raises:
+            RoleFailure: The env raised, or what it returned does not fit.
+        """
+        try:
+            return self._step()
+        except RoleFailure:
+            raise
+        except BaseException as error:
+            raise RoleFailure(env_index=self.index, step=self.sequence, during="step") from error
+
+    def _step(self) -> int:
+        env, sequence, writer = self.index, self.sequence, self._writer
+        result: Any = self._env.step(writer.read_action(env, sequence % writer.capacity))
+        try:
+            obs, reward, terminated, truncated, info = result
+        except (TypeError, ValueError):
+            expected = "expected (obs, reward, terminated, truncated, info)"
+            raise SpecError(f"step() returned {_shape_of(result)}; {expected}") from None
+        if type(reward) is not float:
+            reward = _reward(reward)
+        if type(terminated) is not bool or type(truncated) is not bool:
+            terminated, truncated = _flag(terminated, "terminated"), _flag(truncated, "truncated")
+        self._return += reward
+        if self.truncate:
+            self.truncate = False
+            truncated = truncated or sequence > self._began_sequence
+        ended = terminated or truncated
+        if ended:
+            obs = self._end_episode(obs, info)
+        writer.native.complete(env, sequence, reward, terminated, truncated, False)
+        self.sequence = sequence = sequence + 1
+        writer.observe(env, sequence, obs, ended)
+        return sequence
+
+    def _end_episode(self, obs: Any, info: Any) -> Any:
+        """Keeps the final observation, before reset() may reuse its buffer; returns the next episode's first."""
+        length = self.sequence + 1 - self._began_sequence
+        record = (self._return, length, (time.monotonic_ns() - self._began_ns) / 1e9)
+        self._writer.keep_episode(self.index, self.sequence, obs, _recorded_episode(info) or record)
+        self.episodes += 1
+        try:
+            return self._reset(None)
+        except BaseException as error:
+            raise RoleFailure(env_index=self.index, step=self.sequence + 1, during="reset") from error
+
+    def _reset(self, seed: int | None) -> Any:
+        result = self._env.reset() if seed is None else self._env.reset(seed=seed)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise SpecError(f"reset() returned {_shape_of(result)}; expected (obs, info)")
+        self._return, self._began_sequence, self._began_ns = 0.0, self.sequence + 1, time.monotonic_ns()
+        return result[0]
+
+
+def _reward(value: object) -> float:
+    """A reward as a float: any real number, or an array with one element."""
+    if isinstance(value, Real):
+        return float(value)
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        raise SpecError(f"reward: expected a number or a numeric array of one element, got {_shape_of(value)}")
+    return float(array.item())
+
+
+def _flag(value: object, name: str) -> bool:
+    """A flag as a bool: a bool, 0 or 1, or a boolean array with one element."""
+    if isinstance(value, np.bool_) or (isinstance(value, Integral) and value in (0, 1)):
+        return bool(value)
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind != "b":
+        raise SpecError(f"{name}: expected a bool, got {_shape_of(value)}")
+    return bool(array.item())
+
+
+def _recorded_episode(info: Mapping[str, Any]) -> tuple[float, int, float] | None:
+    """Return, length and duration as ``gymnasium.wrappers.RecordEpisodeStatistics`` saw them, if the env has it."""
+    episode = info.get("episode")
+    if not (isinstance(episode, Mapping) and {"r", "l", "t"} <= episode.keys()):
+        return None
+    return _reward(episode["r"]), int(_reward(episode["l"])), _reward(episode["t"])
+
+
+def _shape_of(value: object) -> str:
+    """What a value is, for an error text: a type and size rather than a page of numbers."""
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
