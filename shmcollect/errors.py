@@ -5,6 +5,7 @@
     ShmcollectError
     ├── ConfigError (ValueError)        an argument that cannot work; raised at construction
     ├── SpecError (ValueError)          a space, observation, action or reward that does not fit its slot
+    ├── WeightsError (ValueError)       weights that do not fit the policy, or cannot be sent
     ├── SegmentError (OSError)
     │   ├── SegmentNotReadyError        the name exists but its creator has not finished writing the header
     │   ├── NotASegmentError            the name exists but holds something else, or a damaged header
@@ -33,6 +34,10 @@ class ConfigError(ShmcollectError, ValueError):
 
 class SpecError(ShmcollectError, ValueError):
     """A space, or a value that should belong to it, does not fit a fixed slot."""
+
+
+class WeightsError(ShmcollectError, ValueError):
+    """Weights that do not fit the policy's, a module that cannot be sent, or a sync scheme used out of turn."""
 
 
 class SegmentError(ShmcollectError, OSError):

@@ -3,25 +3,32 @@
 ::
 
     0        header    magic · layout_version (written last) · size · owner pid, start time, pid namespace ·
-                       run id · creation time · where the description lies
-    4096     words     run state · pause count, its acknowledgement · grant count · reset count   (a cache line each)
+                       run id · creation time · where the description lies, and its checksum
+    4096     words     run state · pause count, its acknowledgement · grant count · reset count ·
+                       required version                                                    (a cache line each)
              bells     one per worker · inference · learner                                (a cache line each)
              running   one word per worker                                                 (a cache line each)
              counters  one block per role                                                  (padded)
              observed  worker 0: observed[K], observed_ns[K] │ worker 1: ... │             (padded per worker)
              acted[N]  ·  released[N]  ·  granted[N]                                       (padded)
+             weights   latest · schema hash · announcements, one per reader · counts, one per bank
+                                                                                           (a cache line each)
              description   JSON: everything needed to compute this map again
              rings     field 0: env 0 [capacity, ...] │ env 1 │ ...   (padded per env: one writer per cache line)
                        field 1: ...
+             banks     bank 0 │ bank 1 │ ...: a flat image of the policy's weights each    (padded to pages)
 
 Single writers: workers write ``observed``, ``observed_ns``, their ``running`` word and the other fields;
 inference writes ``acted``, the acknowledgement, action, extras and policy version; the learner writes ``released``,
-``granted``, the pause, grant and reset counts. The run state is set by compare-and-swap by whoever ends the run first.
+``granted``, the pause, grant and reset counts, the required version, and of the weights everything but the
+announcements, of which each reader writes its own. The run state is set by compare-and-swap by whoever ends the run
+first.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,9 +52,10 @@ HEADER_WORDS = (
     "created_ns",
     "description_offset",
     "description_bytes",
+    "description_crc",
 )
 HEADER = {name: 8 * i for i, name in enumerate(HEADER_WORDS)}
-CONTROL_WORDS = ("run_state", "pause_count", "pause_acknowledged", "grant_count", "reset_count")
+CONTROL_WORDS = ("run_state", "pause_count", "pause_acknowledged", "grant_count", "reset_count", "required_version")
 
 # The fields every slot has, in the order the native core takes them, with their dtype.
 STEP_FIELDS = {
@@ -85,7 +93,7 @@ class Field:
     @property
     def row_bytes(self) -> int:
         """Bytes of one slot's value."""
-        return int(self.dtype.itemsize * np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def format(self) -> str:
@@ -104,6 +112,25 @@ def slot_fields(
 
 
 @dataclass(frozen=True)
+class WeightsMap:
+    """Where the policy's weights lie (see `shmcollect.parameter_buffer`).
+
+    Attributes:
+        latest: The bank that holds the newest version.
+        schema_hash: What the images look like.
+        announcements: Per reader, the bank it reads.
+        counts: Per bank, which version it holds, and whether that is being written.
+        banks: The images.
+    """
+
+    latest: int
+    schema_hash: int
+    announcements: tuple[int, ...]
+    counts: tuple[int, ...]
+    banks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where everything lies in a segment.
 
@@ -114,6 +141,8 @@ class Layout:
         fields: All fields of a slot.
         counters: The names of the counters of each role, by role.
         labels: Free-form facts for readers from outside (env id, start time, ...).
+        image_bytes: Size of one image of the policy's weights.
+        image_readers: Who reads them; 0: the segment has no banks.
     """
 
     worker_envs: tuple[int, ...]
@@ -122,6 +151,8 @@ class Layout:
     fields: tuple[Field, ...]
     counters: dict[str, tuple[str, ...]]
     labels: dict[str, str]
+    image_bytes: int = 0
+    image_readers: int = 0
     words: dict[str, int] = field(init=False)
     bells: dict[str, int] = field(init=False)
     running: tuple[int, ...] = field(init=False)
@@ -129,6 +160,7 @@ class Layout:
     cursors: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
     description_offset: int = field(init=False)
     field_offsets: tuple[int, ...] = field(init=False)
+    weights: WeightsMap | None = field(init=False)
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,12 +172,15 @@ class Layout:
         put(self, "running", tuple(cursor.take(8) for _ in self.worker_envs))
         put(self, "counter_offsets", {r: cursor.take(8 * len(names)) for r, names in self.counters.items()})
         put(self, "cursors", self._cursor_offsets(cursor))
+        num_words = 2 + self.image_readers + self.num_banks if self.num_banks else 0
+        weights_words = [cursor.take(8) for _ in range(num_words)]
         put(self, "description_offset", cursor.take(len(self.describe())))
         offsets = []
         cursor.offset = align(cursor.offset, PAGE)
         for each in self.fields:
             offsets.append(cursor.take(self.env_stride(each) * self.num_envs))
         put(self, "field_offsets", tuple(offsets))
+        put(self, "weights", self._weights_map(weights_words, cursor))
         put(self, "size_bytes", align(cursor.offset, PAGE))
 
     @property
@@ -157,6 +192,11 @@ class Layout:
     def num_workers(self) -> int:
         """Env worker processes."""
         return len(self.worker_envs)
+
+    @property
+    def num_banks(self) -> int:
+        """The latest one, one for each reader, and one to write the next version into; or none at all."""
+        return self.image_readers + 2 if self.image_readers else 0
 
     def first_env(self, worker: int) -> int:
         """Index of the first env of a worker."""
@@ -192,6 +232,15 @@ class Layout:
         rows = [observed, *(range(c, c + 8 * self.num_envs, 8) for c in columns), observed_ns]
         return np.array(rows, dtype=np.int64)
 
+    def _weights_map(self, words: list[int], cursor: _Allocator) -> WeightsMap | None:
+        if not self.num_banks:
+            return None
+        latest, schema_hash, *rest = words
+        announcements, counts = rest[: self.image_readers], rest[self.image_readers :]
+        cursor.offset = align(cursor.offset, PAGE)
+        banks = [cursor.take(align(self.image_bytes, PAGE)) for _ in counts]
+        return WeightsMap(latest, schema_hash, tuple(announcements), tuple(counts), tuple(banks))
+
     def describe(self) -> bytes:
         """Everything this map was computed from, as JSON."""
         return json.dumps(
@@ -204,6 +253,8 @@ class Layout:
                 ],
                 "counters": self.counters,
                 "labels": self.labels,
+                "image_bytes": self.image_bytes,
+                "image_readers": self.image_readers,
             }
         ).encode()
 
@@ -226,6 +277,8 @@ class Layout:
                 fields,
                 {role: tuple(names) for role, names in facts["counters"].items()},
                 facts["labels"],
+                facts["image_bytes"],
+                facts["image_readers"],
             )
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
             raise ValueError(f"not a layout description: {error!r}") from error
