@@ -7,7 +7,7 @@ from setuptools import Extension, setup
 
 # SHMCOLLECT_SANITIZE=address,undefined builds the extension for `make sanitize`; whatever is found ends the process.
 sanitize = os.environ.get("SHMCOLLECT_SANITIZE")
-extra = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1"]
+checks = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-wrapv", "-fno-omit-frame-pointer", "-g", "-O1"]
 
 setup(
     ext_modules=[
@@ -19,7 +19,7 @@ setup(
             py_limited_api=True,
             extra_compile_args=[
                 *("-std=c11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wshadow", "-Werror"),
-                *(extra if sanitize else ["-O2"]),
+                *(checks if sanitize else ["-O2"]),
             ],
             extra_link_args=["-pthread", *([f"-fsanitize={sanitize}"] if sanitize else [])],
         )

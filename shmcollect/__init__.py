@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SegmentError,
         ShmcollectError,
         SpecError,
+        WeightsError,
     )
     from shmcollect.rollouts import RolloutReader
 
@@ -41,6 +42,7 @@ _HOMES = {
     "SegmentError": "errors",
     "ShmcollectError": "errors",
     "SpecError": "errors",
+    "WeightsError": "errors",
 }
 
 __version__ = "0.1.0"
@@ -60,6 +62,7 @@ __all__ = [
     "SegmentError",
     "ShmcollectError",
     "SpecError",
+    "WeightsError",
 ]
 
 

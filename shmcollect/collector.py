@@ -21,15 +21,16 @@ from shmcollect.config import CollectorConfig, check_duration
 from shmcollect.counters import Counters
 from shmcollect.doorbell import LONGEST_SLEEP_S
 from shmcollect.envs import EnvFactory, resolve_factories
-from shmcollect.errors import BusyError, ClosedError, ConfigError, ExhaustedError
+from shmcollect.errors import BusyError, ClosedError, ConfigError, ExhaustedError, WeightsError
 from shmcollect.launch import Run, RunRequest, Started, launch
 from shmcollect.learner import AsyncLearner, Learner, SyncLearner
-from shmcollect.policy import check_policy_arguments
+from shmcollect.policy import check_policy_arguments, module_of
 from shmcollect.ring import Rings
 from shmcollect.rollouts import RolloutReader
 from shmcollect.run_state import STOPPING
 from shmcollect.segment import check_name, new_name
 from shmcollect.stats import read_stats
+from shmcollect.weight_sync import Weights, scheme_class
 
 
 class AsyncBatchedCollector:
@@ -68,6 +69,9 @@ class AsyncBatchedCollector:
             capacity that is a multiple of T.
         final_obs: Keep the true last observation of every episode; it doubles the memory of observations.
         drop_obs: Dict entries to leave out of observations, by key or as a tuple by path.
+        weight_sync: How `update_policy_weights_` sends weights: ``"shared_memory"``; ``"multiprocess"``, slower, for
+            modules whose tensors change their shapes; ``"none"``; or a name registered with
+            `shmcollect.weight_sync.register_scheme`.
         startup_timeout: Seconds the children may take to get ready, for each stage of the start.
 
     Raises:
@@ -100,6 +104,7 @@ class AsyncBatchedCollector:
         zero_copy: bool = False,
         final_obs: bool = True,
         drop_obs: Sequence[Any] = (),
+        weight_sync: str = "shared_memory",
         startup_timeout: float = 60.0,
     ) -> None:
         check_policy_arguments(policy, policy_factory)
@@ -130,7 +135,9 @@ class AsyncBatchedCollector:
             seed=_check_seed(seed),
             name=self.name,
             drop_obs=_check_drop(drop_obs),
+            weight_sync=scheme_class(weight_sync),
         )
+        self._module = module_of(policy)
         self._busy = threading.RLock()
         self._closed = False
         started = launch(request)
@@ -147,8 +154,12 @@ class AsyncBatchedCollector:
         self._counters = Counters(self._segment, "learner")
         self._counters.values["started_ns"] = time.monotonic_ns()
         reader = RolloutReader(Rings(self._segment), started.obs, started.action)
-        kind = SyncLearner if self.config.sync else AsyncLearner
-        self._learner: Learner = kind(reader, self.config)
+        self._publisher = started.publisher
+        self._learner: Learner = (
+            SyncLearner(reader, self.config, before_batch=self._publisher.commit)
+            if self.config.sync
+            else AsyncLearner(reader, self.config)
+        )
         self._ready: Batch | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -183,10 +194,39 @@ class AsyncBatchedCollector:
         """The next batch if it is there, else None; raises like `next_batch`."""
         return self._collect(0.0)
 
+    def update_policy_weights_(self, policy_or_weights: Callable[..., Any] | Weights | None = None) -> int:
+        """Publishes weights; inference takes them between two of its batches.
+
+        Without ``sync``, rows are run with them from its next batch on. With ``sync``, the next batch that is asked
+        for is by them, as a whole; one that is under way is not.
+
+        They are copied before this returns, after all work queued on the devices they are on; it never waits for
+        inference. It may be called while another thread collects.
+
+        Args:
+            policy_or_weights: A module, a method of one, its ``state_dict()``, or a dict of all its parameters and
+                persistent buffers, with or without the prefixes of DataParallel and ``torch.compile``. None: the policy
+                given at construction, with the weights it has now.
+
+        Returns:
+            Their version. What it acted on carries it as ``policy_version``; 0 is what the policy began with.
+
+        Raises:
+            WeightsError: These are not weights of the policy, or it has none; the version before stays.
+            ChildError: A child failed; the collector is closed.
+            ClosedError: The collector is closed.
+        """
+        self._check_alive()
+        weights = self._module if policy_or_weights is None else policy_or_weights
+        if weights is None:
+            raise WeightsError("the policy given at construction is no nn.Module: pass the weights to publish")
+        version = self._counters.values["policy_version"] = self._publisher.publish(weights)
+        return version
+
     @property
     def policy_version(self) -> int:
         """Weight sets published so far."""
-        return 0
+        return self._publisher.version
 
     def stats(self) -> dict[str, Any]:
         """What the run has done so far; see `shmcollect.stats.read_stats`.
@@ -295,6 +335,9 @@ class AsyncBatchedCollector:
             counts["rollouts"] += len(self._ready)
             counts["frames"] += self._ready.num_frames
             counts["episodes"] += len(self._ready.episodes)
+            lag = self._publisher.version - self._ready.policy_version
+            counts["lag_sum"] += int(lag.sum())
+            counts["lag_max"] = max(counts["lag_max"], int(lag.max()))
         self._counters.publish()
 
     def _check_alive(self) -> None:

@@ -76,20 +76,21 @@ class ChildSession:
     """A child's end of the connection.
 
     Attributes:
+        connection: The connection itself.
         state: The run state once the child has attached, else None.
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         self.state: RunState | None = None
 
     def report(self, content: object) -> None:
         """Answers the caller."""
-        send(self._connection, Message("report", content))
+        send(self.connection, Message("report", content))
 
     def warn(self, text: str) -> None:
         """Something went wrong that does not end the run; the caller shows it as a warning."""
-        send(self._connection, Message("warning", _shorten(text)))
+        send(self.connection, Message("warning", _shorten(text)))
 
     def receive(self) -> Any:
         """Waits for what the caller says next.
@@ -98,7 +99,7 @@ class ChildSession:
             CallerGoneError: Nothing more will come.
         """
         try:
-            return receive(self._connection)
+            return receive(self.connection)
         except (EOFError, ConnectionResetError) as error:
             raise CallerGoneError from error
 
@@ -110,7 +111,7 @@ class ChildSession:
 
     def fail(self, error: BaseException) -> None:
         """Sends the record of a failure, then aborts the run: whoever sees the state finds the record."""
-        send(self._connection, Message("failed", ErrorRecord.of(error)))
+        send(self.connection, Message("failed", ErrorRecord.of(error)))
         if self.state is not None:
             self.state.end(ABORTED)
 

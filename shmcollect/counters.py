@@ -8,7 +8,7 @@ from shmcollect.segment import Segment
 COMMON = ("heartbeat_ns", "waiting_ns", "started_ns")
 WORKER = (*COMMON, "steps", "episodes")
 INFERENCE = (*COMMON, "batches", "rows")
-LEARNER = (*COMMON, "frames", "rollouts", "batches", "episodes")
+LEARNER = (*COMMON, "frames", "rollouts", "batches", "episodes", "policy_version", "lag_sum", "lag_max")
 
 
 def counter_names(num_workers: int) -> dict[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ action in slot t -> env.step -> outcome into slot t, next observation into slot 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 
 from shmcollect.envs import Env
 from shmcollect.errors import RoleFailure, SpecError
-from shmcollect.layout import EPISODE_FIELDS
 from shmcollect.ring import OBSERVED, Rings
 from shmcollect.spec import Tree
 
@@ -34,7 +34,7 @@ class SlotWriter:
         self.read_action = action.reader([rings.view(field) for field in rings.fields["action"]])
         self._obs = obs
         self._final_fields = rings.fields["final_obs"]
-        self._episode_views = [rings.view(rings.fields[kind][0]) for kind in EPISODE_FIELDS]
+        (self._episode_field,) = rings.fields["episode"]
         # Leaves whose values have a range are looked at in Python; the others only if they do not fit exactly.
         self._ranged = [i for i, leaf in enumerate(obs.leaves) if leaf.low is not None]
         self.leaves = self._checked_leaves if self._ranged else obs.flatten
@@ -45,14 +45,6 @@ class SlotWriter:
             leaves[i] = self._obs.coerce(i, leaves[i])
         return tuple(leaves)
 
-    def coerce(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The leaves in exactly their types.
-
-        Raises:
-            SpecError: One cannot be.
-        """
-        return tuple(self._obs.coerce(i, leaf) for i, leaf in enumerate(leaves))
-
     def observe(self, env: int, sequence: int, obs: Any, episode_start: bool) -> None:
         """Publishes an observation.
 
@@ -61,18 +53,18 @@ class SlotWriter:
         """
         leaves = self.leaves(obs)
         if self.native.observe(env, sequence, leaves, episode_start) >= 0:
-            unfit = self.native.observe(env, sequence, self.coerce(leaves), episode_start)
+            exact = tuple(self._obs.coerce(i, leaf) for i, leaf in enumerate(leaves))
+            unfit = self.native.observe(env, sequence, exact, episode_start)
             assert unfit < 0, f"coerce() left {self._obs.describe(unfit)} unfit"
 
     def keep_episode(self, env: int, sequence: int, obs: Any, record: tuple[float, int, float]) -> None:
         """Keeps what ends with this step: the final observation, and return, length and seconds of the episode."""
         if self._final_fields:
-            for field, leaf in zip(self._final_fields, self.coerce(self.leaves(obs)), strict=True):
-                fits = self.native.write(field, env, sequence, leaf)
-                assert fits, "coerce() left a final observation unfit"
-        slot = sequence % self.capacity
-        for view, number in zip(self._episode_views, record, strict=True):
-            view[env, slot] = number
+            for i, (field, leaf) in enumerate(zip(self._final_fields, self.leaves(obs), strict=True)):
+                if not self.native.write(field, env, sequence, leaf):
+                    fits = self.native.write(field, env, sequence, self._obs.coerce(i, leaf))
+                    assert fits, f"coerce() left {self._obs.describe(i)} unfit"
+        self.native.write(self._episode_field, env, sequence, array("d", record))
 
 
 class EnvStepper:
@@ -117,11 +109,12 @@ class EnvStepper:
         Raises:
             RoleFailure: The env raised, or what it returned does not fit.
         """
+        first = self.sequence + 1
         try:
-            self._writer.observe(self.index, 0, self._reset(seed), True)
+            self._writer.observe(self.index, first, self._reset(seed), True)
         except BaseException as error:
-            raise RoleFailure(env_index=self.index, step=0, during="reset") from error
-        self.sequence = 0
+            raise RoleFailure(env_index=self.index, step=first, during="reset") from error
+        self.sequence = first
 
     def step(self) -> int:
         """Steps the env with the action of its newest observation; returns the sequence of the next one.

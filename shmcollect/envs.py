@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,10 @@ def resolve_factories(create_env_fn: object, num_envs: int | None) -> list[EnvFa
     """
     if isinstance(create_env_fn, str):
         try:
-            create_env_fn = gym.spec(create_env_fn)
+            module, _, name = create_env_fn.rpartition(":")
+            if module:
+                importlib.import_module(module)  # which registers it
+            create_env_fn = gym.spec(name)
         except (gym.error.Error, ImportError) as error:
             raise ConfigError(f"create_env_fn={create_env_fn!r}: {error}") from error
     if isinstance(create_env_fn, EnvSpec) or callable(create_env_fn):

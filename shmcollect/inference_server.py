@@ -1,6 +1,7 @@
 """InferenceServer: runs the policy on whatever envs are ready.
 
-scan the cursors -> gather rows of ready envs -> policy -> check -> scatter action, extras, version -> ``acted``
+scan the cursors -> new weights, if there are any -> gather rows of ready envs -> policy -> check ->
+scatter action, extras, version -> ``acted``
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from shmcollect.control import ChildSession
 from shmcollect.counters import Counters
 from shmcollect.envs import action_tree, observation_tree
 from shmcollect.errors import RoleFailure
-from shmcollect.policy import PolicyCaller, build_policy
+from shmcollect.policy import ExtrasField, PolicyCaller, build_policy
 from shmcollect.ring import ACTED, Rings
 from shmcollect.run_state import RunState
 from shmcollect.runner import run
 from shmcollect.segment import Segment
+from shmcollect.weight_sync import Channel, NoWeightSyncScheme, WeightSyncScheme
+
+_WEIGHTS_ON_THE_WAY_S = 0.001  # how soon to look again for weights that rows are waiting for
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class InferencePayload:
         min_batch_size: Rows worth waiting for.
         max_batch_size: Rows of the largest batch.
         server_timeout: Seconds the oldest row may wait for others; None: as long as others are coming.
+        weight_sync: How new weights arrive, if the policy has any.
     """
 
     policy: Any
@@ -50,6 +55,22 @@ class InferencePayload:
     min_batch_size: int
     max_batch_size: int
     server_timeout: float | None
+    weight_sync: type[WeightSyncScheme] = NoWeightSyncScheme
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What inference tells the caller about its policy.
+
+    Attributes:
+        extras: What it returns beside the action.
+        weight_sync: The scheme by which it takes new weights: none, if it has no weights.
+        offer: What that scheme's sender needs.
+    """
+
+    extras: list[ExtrasField]
+    weight_sync: type[WeightSyncScheme]
+    offer: Any
 
 
 def main(session: ChildSession, payload: InferencePayload) -> None:
@@ -64,12 +85,16 @@ def main(session: ChildSession, payload: InferencePayload) -> None:
         caller = PolicyCaller(policy, obs, action, payload.device)
         with torch.inference_mode():
             extras = caller.probe()
+        kind = NoWeightSyncScheme if caller.module is None else payload.weight_sync
+        weights = kind()
+        offer = weights.init_on_receiver(caller.module)
     except BaseException as error:
         raise RoleFailure(during="probe") from error
-    session.report(extras)
+    session.report(ProbeReport(extras, kind, offer))
     segment = session.attach(*session.receive())
+    weights.connect(Channel(segment, session.connection))
     seed_globals(payload.seed)  # whatever building and probing drew, the run starts from the seed
-    server = InferenceServer(caller, segment, payload)
+    server = InferenceServer(caller, segment, payload, weights)
     gc.freeze()  # torch alone is some hundred thousand objects
     session.report("joined")
     server.run()
@@ -89,10 +114,18 @@ class InferenceServer:
         caller: The policy.
         segment: The run's segment, mapped for writing.
         payload: How batches are formed.
+        weights: The receiver of new weights, connected; None for a policy that takes none.
     """
 
-    def __init__(self, caller: PolicyCaller, segment: Segment, payload: InferencePayload) -> None:
+    def __init__(
+        self,
+        caller: PolicyCaller,
+        segment: Segment,
+        payload: InferencePayload,
+        weights: WeightSyncScheme | None = None,
+    ) -> None:
         self._caller = caller
+        self._weights = weights
         self._state = RunState(segment)
         self.counters = Counters(segment, "inference")
         self._rings = Rings(segment)
@@ -131,12 +164,30 @@ class InferenceServer:
         if not self._batcher.goes(ready, coming, waited_s):
             self._patience_s = self._batcher.patience_s(waited_s) if ready else float("inf")
             return 0
+        if not self._has_weights():
+            self._patience_s = _WEIGHTS_ON_THE_WAY_S
+            return 0
         self._serve(ready)
         return ready
 
     def patience_s(self) -> float:
         """How long the oldest waiting row may go on waiting."""
         return self._patience_s
+
+    def _has_weights(self) -> bool:
+        """Applies new weights, if there are any, and says whether they are as new as the fixed rows require.
+
+        After the scan: whoever granted these rows had stored what it requires, and sent it, before.
+        """
+        if self._weights is None:
+            return True
+        required = self._state.required_version
+        try:
+            version = self._weights.receive()
+        except BaseException as error:
+            raise RoleFailure(during="applying weights") from error
+        self._policy_versions.fill(version)
+        return version >= required
 
     def _serve(self, n: int) -> None:
         native, envs, sequences = self._native, self._envs, self._sequences

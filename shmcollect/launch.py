@@ -18,11 +18,13 @@ from shmcollect.env_worker import JoinMessage, WorkerPayload
 from shmcollect.envs import check_same_spaces
 from shmcollect.inference_server import InferencePayload
 from shmcollect.layout import Field, Layout, slot_fields
+from shmcollect.policy import ExtrasField
 from shmcollect.run_state import STOPPING, RunState
 from shmcollect.seeding import env_seeds, inference_seed, root_sequence, worker_seed
 from shmcollect.segment import Segment
 from shmcollect.spec import Tree, without
 from shmcollect.supervisor import Child, Supervisor, pickled
+from shmcollect.weight_sync import Channel, Publisher, WeightSyncScheme
 
 _GRACE_S = 5.0  # for closing the envs of a worker
 
@@ -40,6 +42,7 @@ class RunRequest:
         seed: The user's seed, or None.
         name: The run's name.
         drop_obs: Dict entries to leave out of observations.
+        weight_sync: How new weights travel, if the policy has any.
     """
 
     config: CollectorConfig
@@ -50,6 +53,7 @@ class RunRequest:
     seed: int | None
     name: str
     drop_obs: tuple[Any, ...]
+    weight_sync: type[WeightSyncScheme]
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Run:
     supervisor: Supervisor = field(default_factory=Supervisor)
     segment: Segment | None = None
     state: RunState | None = None
+    publisher: Publisher | None = None
 
     def close(self) -> list[str]:
         """Stops and reaps the children, then removes the segment; returns what went wrong on the way.
@@ -70,6 +75,8 @@ class Run:
         try:
             if self.state is not None:
                 self.state.end(STOPPING)
+            if self.publisher is not None:
+                self.publisher.close()
             return self.supervisor.stop(_GRACE_S)
         finally:
             if self.segment is not None:
@@ -89,11 +96,13 @@ class Started:
         obs: The observation's tree.
         action: The action's tree.
         env_seeds: The seed of each env's first reset.
+        publisher: Sends new weights to inference.
     """
 
     run: Run
     segment: Segment
     state: RunState
+    publisher: Publisher
     observation_space: Any
     action_space: Any
     obs: Tree
@@ -133,9 +142,14 @@ def _launch(run: Run, request: RunRequest) -> Started:
     observation_space = without(full_space, request.drop_obs)
 
     supervisor.send(inference, (observation_space, action_space))
-    (extras,) = supervisor.reports([inference], config.startup_timeout)
-    segment = run.segment = Segment.create(request.name, _layout(request, obs, action, extras))
+    (probed,) = supervisor.reports([inference], config.startup_timeout)
+    scheme = probed.weight_sync()
+    scheme.init_on_sender(probed.offer)
+    layout = _layout(request, obs, action, probed.extras, scheme.image_bytes)
+    segment = run.segment = Segment.create(request.name, layout)
     state = run.state = RunState(segment)
+    scheme.connect(Channel(segment, inference.connection))
+    publisher = run.publisher = Publisher(scheme, state, at_once=not config.sync)
 
     supervisor.send(inference, (request.name, segment.run_id))
     share = -(-config.min_batch_size // config.num_workers)
@@ -144,7 +158,7 @@ def _launch(run: Run, request: RunRequest) -> Started:
     supervisor.reports([inference, *workers], config.startup_timeout)
     for child in supervisor.children:
         child.has_joined = True
-    return Started(run, segment, state, observation_space, action_space, obs, action, seeds)
+    return Started(run, segment, state, publisher, observation_space, action_space, obs, action, seeds)
 
 
 def _inference_payload(request: RunRequest, root: np.random.SeedSequence) -> bytes:
@@ -160,6 +174,7 @@ def _inference_payload(request: RunRequest, root: np.random.SeedSequence) -> byt
             min_batch_size=config.min_batch_size,
             max_batch_size=config.max_batch_size,
             server_timeout=config.server_timeout,
+            weight_sync=request.weight_sync,
         ),
     )
 
@@ -184,7 +199,9 @@ def _start_workers(
     return children
 
 
-def _layout(request: RunRequest, obs: Tree, action: Tree, extras: Sequence[Any]) -> Layout:
+def _layout(
+    request: RunRequest, obs: Tree, action: Tree, extras: Sequence[ExtrasField], image_bytes: int | None
+) -> Layout:
     config = request.config
     fields = slot_fields(
         [Field("obs", leaf.path, leaf.dtype, leaf.shape) for leaf in obs.leaves],
@@ -199,6 +216,8 @@ def _layout(request: RunRequest, obs: Tree, action: Tree, extras: Sequence[Any])
         fields=fields,
         counters=counter_names(config.num_workers),
         labels={"env": _env_label(request.factories[0])},
+        image_bytes=image_bytes or 0,
+        image_readers=0 if image_bytes is None else 1,
     )
 
 

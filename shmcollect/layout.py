@@ -66,7 +66,6 @@ STEP_FIELDS = {
     "truncated": "|b1",
     "interrupted": "|b1",
 }
-EPISODE_FIELDS = {"episode_return": "<f8", "episode_length": "<i8", "episode_duration": "<f8"}
 
 
 def align(offset: int, alignment: int) -> int:
@@ -105,8 +104,8 @@ def slot_fields(
     obs: Sequence[Field], action: Sequence[Field], extras: Sequence[Field], *, final_obs: bool
 ) -> tuple[Field, ...]:
     """All fields of a slot: those every slot has, then the observation, its final twin, action and extras."""
-    scalars = {**STEP_FIELDS, **EPISODE_FIELDS, "policy_version": "<i8"}
-    fixed = [Field(kind, (), np.dtype(dtype), ()) for kind, dtype in scalars.items()]
+    fixed = [Field(kind, (), np.dtype(dtype), ()) for kind, dtype in {**STEP_FIELDS, "policy_version": "<i8"}.items()]
+    fixed.append(Field("episode", (), np.dtype("<f8"), (3,)))  # return, length, seconds, where one ended
     final = [Field("final_obs", leaf.path, leaf.dtype, leaf.shape) for leaf in obs] if final_obs else []
     return (*fixed, *obs, *final, *action, *extras)
 

@@ -7,6 +7,7 @@ calls it sleeps on the learner's bell in between.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -128,10 +129,18 @@ class SyncLearner:
     """Batches of k rollouts of every env: rollout j of env i is row ``j * num_envs + i``.
 
     Steps are granted only by asking for a batch, so envs rest between two batches.
+
+    Args:
+        reader: Reads the rollouts.
+        config: The numbers.
+        before_batch: Called between two batches, before the steps of the next one are granted.
     """
 
-    def __init__(self, reader: RolloutReader, config: CollectorConfig) -> None:
+    def __init__(
+        self, reader: RolloutReader, config: CollectorConfig, before_batch: Callable[[], object] = lambda: None
+    ) -> None:
         self._reader = reader
+        self._before_batch = before_batch
         self._config = config
         self._grants = Grants(reader.rings, None)
         self._asked = 0  # rollouts of the batch under way; 0 between two batches
@@ -167,6 +176,7 @@ class SyncLearner:
         delivered = self._reader.rings.cursors(RELEASED) // self._reader.length
         self._grants.draw_to(delivered + share + (np.arange(num_envs) < extra))
         self._draft = None if self._config.zero_copy else self._reader.draft(rollouts)
+        self._before_batch()
         self._asked = rollouts
 
     def _fill(self, draft: Draft) -> Batch | None:

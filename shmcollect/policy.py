@@ -81,13 +81,18 @@ def build_policy(policy: Any, policy_factory: Any, observation_space: Any, actio
     return built
 
 
-def policy_device(policy: object, device: str | None) -> torch.device:
-    """Where a policy runs: as asked, else where its parameters are, else on the CPU."""
+def module_of(policy: object) -> torch.nn.Module | None:
+    """The module whose weights a policy runs with: itself, or the one it is a method of; None for other callables."""
+    owner = getattr(policy, "__self__", policy)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def policy_device(module: torch.nn.Module | None, device: str | None) -> torch.device:
+    """Where a policy runs: as asked, else where its module's parameters are, else on the CPU."""
     if device is not None:
         return torch.device(device)
-    if isinstance(policy, torch.nn.Module):
-        for parameter in policy.parameters():
-            return parameter.device
+    for parameter in module.parameters() if module is not None else ():
+        return parameter.device
     return torch.device("cpu")
 
 
@@ -99,11 +104,17 @@ class PolicyCaller:
         obs: The observation's tree.
         action: The action's tree.
         device: Where the observations are put; None: where the policy's parameters are.
+
+    Attributes:
+        module: The module whose weights the policy runs with, or None.
     """
 
     def __init__(self, policy: Any, obs: Tree, action: Tree, device: str | None) -> None:
-        self.device = policy_device(policy, device)
-        self._policy = policy.to(self.device) if isinstance(policy, torch.nn.Module) else policy
+        self.module = module_of(policy)
+        self.device = policy_device(self.module, device)
+        if self.module is not None:
+            self.module.to(self.device)
+        self._policy = policy
         self._obs = obs
         self._action = action
         self._returns_extras = False

@@ -14,7 +14,6 @@ import torch
 
 from shmcollect.batch import Batch, Episode, FinalObs
 from shmcollect.errors import ConfigError
-from shmcollect.layout import EPISODE_FIELDS
 from shmcollect.ring import RELEASED, Rings
 from shmcollect.spec import Tree
 
@@ -93,9 +92,12 @@ class RolloutReader:
             return None
         ended, at, fields = envs[rollout], starts[rollout] + step, self.rings.fields
         final = [self.rows(field, ended, at) for field in fields["final_obs"]]
-        numbers = (self.rows(fields[kind][0], ended, at).tolist() for kind in EPISODE_FIELDS)
+        records = zip(ended.tolist(), self.rows(fields["episode"][0], ended, at).tolist(), strict=True)
         whole = ~columns[_INTERRUPTED][rollout, step]
-        episodes = list(itertools.compress(map(Episode, ended.tolist(), *numbers), whole))
+        episodes = [
+            Episode(env, total, int(length), seconds)
+            for env, (total, length, seconds) in itertools.compress(records, whole)
+        ]
         return _Ends(np.stack((rollout + first_rollout, step), 1), final, episodes)
 
     def _batch(self, columns: list[Array], following: list[Array], envs: Index, ends: list[_Ends]) -> Batch:

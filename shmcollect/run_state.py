@@ -69,6 +69,15 @@ class RunState:
         _native.store(self._buffer, self._words["reset_count"], value)
 
     @property
+    def required_version(self) -> int:
+        """The oldest weights that rows may be run with. Written by the learner, before it grants the steps."""
+        return _native.load(self._buffer, self._words["required_version"])  # SYNC: required version
+
+    @required_version.setter
+    def required_version(self, value: int) -> None:
+        _native.store(self._buffer, self._words["required_version"], value)  # SYNC: required version
+
+    @property
     def pause_acknowledged(self) -> int:
         """The pause count inference has last seen between two batches. Written by inference."""
         return _native.load(self._buffer, self._words["pause_acknowledged"])

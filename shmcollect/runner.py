@@ -5,6 +5,7 @@ A role is anything with ``do_work() -> int`` (how much it did; 0 means idle), so
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -44,14 +45,16 @@ def run(role: Role, bell: Doorbell, state: RunState) -> None:
 
 
 def _wait_for_work(role: Role, bell: Doorbell, state: RunState) -> int:
-    """Waits until the role has done something again or the run has ended; returns the nanoseconds spent waiting."""
-    started_ns = time.monotonic_ns()
-    looked_ns = started_ns
+    """Waits until the role has worked or become impatient, or the run has ended; returns the nanoseconds waited."""
+    started_ns = looked_ns = time.monotonic_ns()
+    patience_s = role.patience_s()
 
     def look() -> bool:
         nonlocal looked_ns
         looked_ns = time.monotonic_ns()
-        return bool(role.do_work()) or not state.is_running()
+        if role.do_work() or not state.is_running():
+            return True
+        return math.isinf(patience_s) and not math.isinf(role.patience_s())  # then this sleep may be too long
 
-    bell.wait_until(look, min(role.patience_s(), LONGEST_SLEEP_S))
+    bell.wait_until(look, min(patience_s, LONGEST_SLEEP_S))
     return looked_ns - started_ns

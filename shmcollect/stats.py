@@ -14,8 +14,10 @@ def read_stats(segment: Segment) -> dict[str, Any]:
 
     Returns:
         ``frames``, ``batches``, ``episodes`` (delivered to the learner), ``inference_batches``,
-        ``mean_inference_batch`` (rows), ``workers`` (one dict each), ``inference`` and ``learner``, each with
-        ``busy_s`` and ``waiting_s`` beside its own counts, and ``segment_bytes``.
+        ``mean_inference_batch`` (rows), ``policy_version``, ``policy_lag`` (``mean`` and ``max`` over the frames
+        delivered: the learner's version at that time minus the version that acted), ``workers`` (one dict each),
+        ``inference`` and ``learner``, each with ``busy_s`` and ``waiting_s`` beside its own counts, and
+        ``segment_bytes``.
     """
     roles = {role: _role(Counters(segment, role).read()) for role in segment.layout.counters}
     inference, learner = roles["inference"], roles["learner"]
@@ -25,6 +27,11 @@ def read_stats(segment: Segment) -> dict[str, Any]:
         "episodes": learner["episodes"],
         "inference_batches": inference["batches"],
         "mean_inference_batch": inference["rows"] / inference["batches"] if inference["batches"] else 0.0,
+        "policy_version": learner["policy_version"],
+        "policy_lag": {
+            "mean": learner["lag_sum"] / learner["frames"] if learner["frames"] else 0.0,
+            "max": learner["lag_max"],
+        },
         "workers": [roles[f"worker {w}"] for w in range(segment.layout.num_workers)],
         "inference": inference,
         "learner": learner,

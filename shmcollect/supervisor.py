@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -37,6 +38,10 @@ class Child:
         kind: Its role.
         index: The worker's number; 0 for inference.
         envs: Indices of its envs; empty for inference.
+        reports: What it has reported and nobody has asked for yet.
+        warnings: What it has warned of.
+        failure: The record of its failure.
+        has_hung_up: Whether it has closed its end of the connection.
         has_joined: Whether it has attached to the run's segment.
     """
 
@@ -46,8 +51,10 @@ class Child:
     process: subprocess.Popen[bytes]
     pidfd: int
     connection: Connection
+    reports: list[Any] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     failure: ErrorRecord | None = None
+    has_hung_up: bool = False
     has_joined: bool = False
 
     @property
@@ -55,21 +62,21 @@ class Child:
         """``"env worker 0"`` or ``"inference server"``."""
         return f"{self.kind} {self.index}" if self.kind == "env worker" else self.kind
 
-    def read(self) -> Message | None:
-        """The next report, if one has arrived; keeps warnings and the record of a failure."""
-        while True:
-            try:
-                if not self.connection.poll():
-                    return None
-                message: Message = receive(self.connection)
-            except (EOFError, ConnectionResetError):
-                return None
-            if message.kind == "report":
-                return message
-            if message.kind == "warning":
-                self.warnings.append(f"{self.role}: {message.content}")
-            else:
-                self.failure = message.content
+    def read(self) -> None:
+        """Takes in everything that has arrived."""
+        try:
+            while not self.has_hung_up and self.connection.poll():
+                self._take(receive(self.connection))
+        except (EOFError, ConnectionResetError):
+            self.has_hung_up = True
+
+    def _take(self, message: Message) -> None:
+        if message.kind == "report":
+            self.reports.append(message.content)
+        elif message.kind == "warning":
+            self.warnings.append(f"{self.role}: {message.content}")
+        else:
+            self.failure = message.content
 
     def has_ended(self) -> bool:
         """Whether the process has ended, reaped or not."""
@@ -93,15 +100,16 @@ class Supervisor:
             index: The worker's number.
             envs: Indices of its envs.
         """
-        ours, theirs = socket.socketpair()
-        parent_pidfd = os.pidfd_open(self._owner_pid)
-        payload_fd = os.memfd_create("shmcollect-payload")
-        try:
+        title = f"shm-worker-{index}" if kind == "env worker" else "shm-inference"
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as passed:
+            ours, theirs = socket.socketpair()
+            connection = failed.enter_context(Connection(ours.detach()))
+            control_fd = _pass(theirs.detach(), passed)
+            payload_fd = _pass(os.memfd_create("shmcollect-payload"), passed)
             with open(payload_fd, "wb", closefd=False) as file:
                 file.write(payload)
             os.lseek(payload_fd, 0, os.SEEK_SET)
-            fds = (theirs.fileno(), payload_fd, parent_pidfd)
-            title = f"shm-worker-{index}" if kind == "env worker" else "shm-inference"
+            fds = (control_fd, payload_fd, _pass(os.pidfd_open(self._owner_pid), passed))
             with _interrupts_blocked():
                 process = subprocess.Popen(
                     _command(title, _ENTRIES[kind], *fds),
@@ -109,14 +117,10 @@ class Supervisor:
                     pass_fds=fds,
                     env=_environment(kind),
                 )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(payload_fd)
-            os.close(parent_pidfd)
-        child = Child(kind, index, envs, process, os.pidfd_open(process.pid), Connection(ours.detach()))
+            failed.callback(process.wait)
+            failed.callback(process.kill)
+            child = Child(kind, index, envs, process, os.pidfd_open(process.pid), connection)
+            failed.pop_all()
         self.children.append(child)
         self._poll.register(child.pidfd, select.POLLIN)
         self._poll.register(child.connection.fileno(), select.POLLIN)
@@ -136,19 +140,13 @@ class Supervisor:
             ChildError: A child failed or died, or did not report in time.
         """
         deadline = time.monotonic() + timeout_s
-        contents: dict[int, Any] = {}
-        while len(contents) < len(children):
+        while late := [child for child in children if not child.reports]:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                late = next(child for i, child in enumerate(children) if i not in contents)
-                raise _error(late, f"was not ready within startup_timeout={timeout_s:g} s", {}, "")
+                raise _error(late[0], f"was not ready within startup_timeout={timeout_s:g} s", {}, "")
             self._poll.poll(min(remaining_s, 0.1) * 1000)
-            for i, child in enumerate(children):
-                message = child.read() if i not in contents else None
-                if message is not None:
-                    contents[i] = message.content
             self.check()
-        return [contents[i] for i in range(len(children))]
+        return [child.reports.pop(0) for child in children]
 
     def check(self) -> None:
         """Looks whether all children are well; cheap, one system call.
@@ -187,8 +185,7 @@ class Supervisor:
         for child in self.children:
             if not child.has_joined and not child.envs:
                 child.process.kill()  # still importing torch, perhaps for seconds; it has nothing to close
-            with socket.socket(fileno=os.dup(child.connection.fileno())) as end:
-                end.shutdown(socket.SHUT_WR)  # one that has not joined the run yet learns here that there is none
+            _hang_up(child.connection)
         deadline = time.monotonic() + grace_s
         texts: list[str] = []
         try:
@@ -201,12 +198,32 @@ class Supervisor:
         return texts
 
 
+def _pass(fd: int, passed: contextlib.ExitStack) -> int:
+    """A descriptor to be closed with the stack, none of the standard streams' (which may be closed in this process)."""
+    passed.callback(os.close, fd)
+    if fd > 2:
+        return fd
+    copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    passed.callback(os.close, copy)
+    return copy
+
+
+def _hang_up(connection: Connection) -> None:
+    """Says no more; a child that has not joined the run yet learns from it that there is none."""
+    end = socket.socket(fileno=connection.fileno())
+    try:
+        end.shutdown(socket.SHUT_WR)
+    finally:
+        end.detach()
+
+
 def _wait(child: Child, deadline: float) -> None:
     """Waits for a child to end, reading what it says, so that it never blocks on a full connection."""
     while not child.has_ended() and time.monotonic() < deadline:
         ready = select.poll()
         ready.register(child.pidfd, select.POLLIN)
-        ready.register(child.connection.fileno(), select.POLLIN)
+        if not child.has_hung_up:
+            ready.register(child.connection.fileno(), select.POLLIN)
         ready.poll(max(0.0, min(deadline - time.monotonic(), 0.05)) * 1000)
         child.read()
 
@@ -227,7 +244,8 @@ def _reap(child: Child) -> list[str]:
 def _command(title: str, entry: str, *fds: int) -> list[str]:
     """Runs ``_child.main`` with the caller's import path, which may have grown since the caller started."""
     arguments = ", ".join(repr(each) for each in (title, entry, *fds))
-    code = f"import sys; sys.path[:] = {sys.path!r}; from shmcollect._child import main; main({arguments})"
+    path = [each for each in sys.path if isinstance(each, str)]  # as the import system does
+    code = f"import sys; sys.path[:] = {path!r}; from shmcollect._child import main; main({arguments})"
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-c", code]
 
@@ -254,7 +272,8 @@ def _end_of(process: subprocess.Popen[bytes]) -> str:
     if code is None:
         return "closed its connection without a word"
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        names = {each.value: each.name for each in signal.Signals}  # which lack most real-time signals
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
     return f"ended unexpectedly with exit code {code}"
 
 

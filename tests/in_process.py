@@ -219,6 +219,22 @@ def in_process(
         segment.close()
 
 
+@contextmanager
+def small_segment(
+    *fields: Field, worker_envs: tuple[int, ...] = (2, 1), capacity: int = 4, length: int = 2
+) -> Iterator[Segment]:
+    """A segment nobody works on, with these fields beside those that every slot has."""
+    counters = counter_names(len(worker_envs))
+    kinds = [[each for each in fields if each.kind == kind] for kind in ("obs", "action", "extras")]
+    layout = Layout(worker_envs, capacity, length, slot_fields(*kinds, final_obs=True), counters, {})
+    segment = Segment.create(new_name(), layout)
+    try:
+        yield segment
+    finally:
+        segment.unlink()
+        segment.close()
+
+
 def copied(value: Any) -> Any:
     """A batch, or a part of one, that shares no memory with the original."""
     if isinstance(value, Batch):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from shmcollect.layout import (
     CACHE_LINE,
     CONTROL_WORDS,
-    EPISODE_FIELDS,
     HEADER,
     LAYOUT_VERSION,
     MAGIC,
@@ -180,7 +179,7 @@ def test_a_slot_has_its_own_fields_and_those_of_the_spaces() -> None:
     action, extras = [Field("action", (), np.dtype("i8"), ())], [Field("extras", ("v",), np.dtype("f4"), (4,))]
     with_final = slot_fields(obs, action, extras, final_obs=True)
     kinds = [each.kind for each in with_final]
-    own = [*STEP_FIELDS, *EPISODE_FIELDS, "policy_version"]
+    own = [*STEP_FIELDS, "policy_version", "episode"]
     assert kinds == [*own, "obs", "obs", "final_obs", "final_obs", "action", "extras"]
     assert [each for each in with_final if each.kind != "final_obs"] == list(
         slot_fields(obs, action, extras, final_obs=False)
