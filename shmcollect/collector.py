@@ -23,7 +23,7 @@ from shmcollect.doorbell import LONGEST_SLEEP_S
 from shmcollect.envs import EnvFactory, resolve_factories
 from shmcollect.errors import BusyError, ClosedError, ConfigError, ExhaustedError, WeightsError
 from shmcollect.launch import Run, RunRequest, Started, launch
-from shmcollect.learner import AsyncLearner, Learner, SyncLearner
+from shmcollect.learner import Learner, make_learner
 from shmcollect.policy import check_policy_arguments, module_of
 from shmcollect.ring import Rings
 from shmcollect.rollouts import RolloutReader
@@ -65,8 +65,8 @@ class AsyncBatchedCollector:
             workers' global generators get others. None draws one.
         name: The run's name, under which a monitor finds it; default: a new one.
         capacity: Slots of each env's ring, at least T + 1.
-        zero_copy: Batches are views of the rings, valid until the next one is asked for. Needs ``sync``, k = 1 and a
-            capacity that is a multiple of T.
+        zero_copy: Batches are views of the rings, valid until the next one is asked for. Needs a capacity that is a
+            multiple of T, and with ``sync`` one rollout of every env in a batch, else batches of one rollout.
         final_obs: Keep the true last observation of every episode; it doubles the memory of observations.
         drop_obs: Dict entries to leave out of observations, by key or as a tuple by path.
         weight_sync: How `update_policy_weights_` sends weights: ``"shared_memory"``; ``"multiprocess"``, slower, for
@@ -138,7 +138,7 @@ class AsyncBatchedCollector:
             weight_sync=scheme_class(weight_sync),
         )
         self._module = module_of(policy)
-        self._busy = threading.RLock()
+        self._busy, self._watching = threading.RLock(), threading.RLock()
         self._closed = False
         started = launch(request)
         self._finalizer = weakref.finalize(self, _close_dropped, started.run, self.name)
@@ -155,11 +155,7 @@ class AsyncBatchedCollector:
         self._counters.values["started_ns"] = time.monotonic_ns()
         reader = RolloutReader(Rings(self._segment), started.obs, started.action)
         self._publisher = started.publisher
-        self._learner: Learner = (
-            SyncLearner(reader, self.config, before_batch=self._publisher.commit)
-            if self.config.sync
-            else AsyncLearner(reader, self.config)
-        )
+        self._learner: Learner = make_learner(reader, self.config, self._publisher.commit)
         self._ready: Batch | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -287,7 +283,7 @@ class AsyncBatchedCollector:
             return []
         self._closed = True
         self._state.end(STOPPING)  # wakes a thread that is collecting: it raises ClosedError
-        with self._busy:
+        with self._busy, self._watching:
             del self._learner, self._ready  # what looks at the segment's memory
             return self._run.close()
 
@@ -341,10 +337,13 @@ class AsyncBatchedCollector:
         self._counters.publish()
 
     def _check_alive(self) -> None:
-        """Raises what has gone wrong, after closing everything."""
-        self._check_open()
+        """Raises what has gone wrong, after closing everything. Any thread may ask."""
         try:
-            self._supervisor.check()
+            with self._watching:
+                self._check_open()
+                self._supervisor.check()
+        except ClosedError:
+            raise
         except BaseException as error:
             for text in self._shut_down():
                 error.add_note(text)

@@ -122,10 +122,12 @@ class CollectorConfig:
         check_duration("startup_timeout", self.startup_timeout)
 
     def _check_zero_copy(self) -> None:
-        if self.zero_copy and (self.rollouts_per_env != 1 or self.capacity % self.rollout_length):
+        in_one_piece = self.rollouts_per_env == 1 if self.sync else self.batch_rollouts == 1
+        if self.zero_copy and (not in_one_piece or self.capacity % self.rollout_length):
             raise ConfigError(
-                f"zero_copy=True needs sync=True, one rollout per env in a batch (frames_per_batch = num_envs * "
-                f"rollout_length) and a capacity that is a multiple of rollout_length; got sync={self.sync}, "
+                f"zero_copy=True needs a capacity that is a multiple of rollout_length, and with sync=True one rollout "
+                f"per env in a batch (frames_per_batch = num_envs * rollout_length), else one rollout "
+                f"(frames_per_batch = rollout_length); got sync={self.sync}, "
                 f"frames_per_batch={self.frames_per_batch}, num_envs={self.num_envs}, "
                 f"rollout_length={self.rollout_length}, capacity={self.capacity}"
             )

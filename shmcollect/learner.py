@@ -43,6 +43,15 @@ class Learner(Protocol):
         """How long the learner may well look away, because nobody waits for it."""
 
 
+def make_learner(
+    reader: RolloutReader, config: CollectorConfig, before_batch: Callable[[], object] = lambda: None
+) -> Learner:
+    """The learner that makes batches the way the config says; ``before_batch`` is for `SyncLearner`."""
+    if config.sync:
+        return SyncLearner(reader, config, before_batch)
+    return LendingLearner(reader, config) if config.zero_copy else AsyncLearner(reader, config)
+
+
 def _next_batch(reader: RolloutReader, config: CollectorConfig) -> int:
     """Rollouts of the next batch: a full one, or what is left. What has been released has been delivered.
 
@@ -125,6 +134,46 @@ class AsyncLearner:
         return bool((outstanding & (self._taken < self._most_of_one_env)).any())
 
 
+class LendingLearner:
+    """Single rollouts of whichever env finishes one, in place, taken from the envs in turn.
+
+    A rollout is valid until the next one is asked for; meanwhile its env goes on as far as its ring has room.
+    """
+
+    def __init__(self, reader: RolloutReader, config: CollectorConfig) -> None:
+        self._reader = reader
+        self._config = config
+        self._grants = Grants(reader.rings, config.total_rollouts)
+        self._next_env = 0
+        self._lent: tuple[Index, Index] | None = None
+        self.granted_news = False
+
+    def poll(self) -> Batch | None:
+        """See `Learner.poll`."""
+        if self._lent is not None:
+            self._reader.release(*self._lent)
+            self._lent = None
+        _next_batch(self._reader, self._config)
+        self._grants.draw_to_capacity()
+        self.granted_news = self._grants.publish()
+        envs, starts = self._reader.finished(self._next_env)
+        if len(envs) == 0:
+            return None
+        env, lent = int(envs[0]), (envs[:1].copy(), starts[:1].copy())
+        batch = self._reader.view(range(env, env + 1), int(starts[0]))
+        self._next_env = (env + 1) % self._config.num_envs
+        self._lent = lent
+        return batch
+
+    def can_go_on(self) -> bool:
+        """See `Learner.can_go_on`."""
+        return len(self._reader.finished(self._next_env)[0]) > 0
+
+    def nap_s(self) -> float:
+        """None: a rollout is wanted as soon as it is there."""
+        return 0.0
+
+
 class SyncLearner:
     """Batches of k rollouts of every env: rollout j of env i is row ``j * num_envs + i``.
 
@@ -196,7 +245,7 @@ class SyncLearner:
         if len(envs) == 0:
             return None
         self._lent = envs.copy(), starts.copy()
-        return self._reader.view(len(envs), int(starts[0]))
+        return self._reader.view(range(len(envs)), int(starts[0]))
 
     def _round(self, missing: int) -> tuple[Index, Index]:
         """One finished rollout of each env, or of the first ones if no more are missing; empty until all are there."""

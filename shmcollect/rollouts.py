@@ -65,8 +65,8 @@ class RolloutReader:
         self._native.gather(field, envs, sequences, len(envs), 1, out)
         return out
 
-    def view(self, num_envs: int, start: int) -> Batch:
-        """The rollouts of the first envs that begin at ``start``, in place; valid until they are released.
+    def view(self, neighbours: range, start: int) -> Batch:
+        """The rollouts of neighbouring envs that begin at ``start``, in place; valid until they are released.
 
         Raises:
             ConfigError: They do not lie in one piece, because the capacity is no multiple of T.
@@ -74,9 +74,10 @@ class RolloutReader:
         if self.rings.capacity % self.length:
             raise ConfigError(f"capacity={self.rings.capacity} is not a multiple of {self.length}: no views in place")
         slot = start % self.rings.capacity
-        envs = np.arange(num_envs, dtype=np.int64)
-        starts = np.full(num_envs, start, np.int64)
-        columns = [self.rings.view(field)[:num_envs, slot : slot + self.length] for field in self._copied]
+        envs = np.array(neighbours, np.int64)
+        starts = np.full(len(envs), start, np.int64)
+        rows, steps = slice(neighbours.start, neighbours.stop), slice(slot, slot + self.length)
+        columns = [self.rings.view(field)[rows, steps] for field in self._copied]
         following = [self.rows(field, envs, starts + self.length) for field in self.rings.fields["obs"]]
         ends = self._ends(columns, envs, starts, first_rollout=0)
         return self._batch(columns, following, envs, [] if ends is None else [ends])

@@ -23,7 +23,7 @@ from shmcollect.envs import action_tree, observation_tree
 from shmcollect.errors import ExhaustedError
 from shmcollect.inference_server import InferencePayload, InferenceServer
 from shmcollect.layout import Field, Layout, slot_fields
-from shmcollect.learner import AsyncLearner, SyncLearner
+from shmcollect.learner import Learner, make_learner
 from shmcollect.policy import PolicyCaller
 from shmcollect.ring import ACTED, GRANTED, OBSERVED, RELEASED, Rings
 from shmcollect.rollouts import RolloutReader
@@ -83,7 +83,7 @@ class InProcess:
     envs: list[Any]
     workers: list[EnvWorker]
     server: InferenceServer
-    learner: AsyncLearner | SyncLearner
+    learner: Learner
     roles: dict[str, Callable[[], None]] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     exhausted: bool = False
@@ -209,8 +209,7 @@ def in_process(
             ),
         )
         rings = Rings(segment)
-        kind = SyncLearner if config.sync else AsyncLearner
-        learner = kind(RolloutReader(rings, obs, action), config)
+        learner = make_learner(RolloutReader(rings, obs, action), config)
         state = RunState(segment)
         yield InProcess(config, segment, state, rings, made, workers, server, learner)
         state.end(STOPPING)

@@ -132,9 +132,11 @@ def test_any_combination_equals_a_plain_loop(data: st.DataObject) -> None:
     )
 
 
-def test_views_in_place_equal_a_plain_loop() -> None:
+@pytest.mark.parametrize(("sync", "frames_per_batch"), [(True, 20), (False, 5)])
+def test_views_in_place_equal_a_plain_loop(sync: bool, frames_per_batch: int) -> None:
     case = CASES["counter"]
-    options = {"num_envs": 4, "num_workers": 2, "frames_per_batch": 20, "sync": True, "zero_copy": True, "seed": 1}
+    options = {"num_envs": 4, "num_workers": 2, "frames_per_batch": frames_per_batch, "sync": sync, "seed": 1}
+    options |= {"rollout_length": 5, "zero_copy": True}
     with AsyncBatchedCollector(case.make, case.policy, **options) as collector:
         kept = []
         for _ in range(20):

@@ -163,7 +163,7 @@ def test_views_need_a_capacity_of_whole_rollouts() -> None:
         in_process(config(num_envs=1, frames_per_batch=2, capacity=5)) as roles,
         pytest.raises(ConfigError, match=r"capacity=5 is not a multiple of 2"),
     ):
-        roles.learner._reader.view(1, 0)
+        roles.learner._reader.view(range(1), 0)
 
 
 def test_nothing_is_granted_before_the_first_batch_is_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -51,5 +52,5 @@ class Publisher:
 
     def commit(self) -> None:
         """Steps that are granted from now on are run with what was published last."""
-        with self._lock:
+        with self._lock, contextlib.suppress(ConnectionError):  # a receiver that is gone is reported by its watcher
             self._state.required_version = self._scheme.commit()

@@ -170,3 +170,54 @@ def test_a_reader_from_outside_sees_no_torn_row_and_would_without_its_check() ->
     assert bad == 0, "the slot's sequence vouched for a row that is not whole"
     assert good >= 1000
     assert torn >= 10, "rows were never torn: the check was not put to the test"
+
+
+GRANTER = """
+import sys
+import numpy as np
+from shmcollect import _native
+from shmcollect.ring import ACTED, GRANTED, Rings
+from shmcollect.segment import Segment
+rings = Rings(Segment.attach(sys.argv[1], writable=True))
+envs, at, granted = np.arange(rings.num_envs), rings.layout.words["grant_count"], 0
+while True:
+    granted += 1
+    count = _native.load(rings.buffer, at)
+    if sys.argv[2] == "counted":
+        _native.store(rings.buffer, at, count + 1)  # SYNC: grant count
+        _native.fence()
+    rings.native.advance(GRANTED, envs, np.full(len(envs), granted), len(envs), 0)
+    if sys.argv[2] == "counted":
+        _native.store(rings.buffer, at, count + 2)
+    while (rings.cursors(ACTED) < granted).any():
+        pass
+"""
+
+
+@pytest.mark.parametrize("how", ["counted", "not counted"])
+def test_a_scan_sees_a_grant_whole_or_not_at_all_if_it_is_counted(how: str) -> None:
+    num_envs = 1024
+    segment = Segment.create(new_name(), layout(num_envs, 2, 1))
+    rings = Rings(segment)
+    for offset in segment.layout.cursors[OBSERVED]:
+        _native.store(segment.buffer, int(offset), 2**40)  # every env waits for its grant and for nothing else
+    envs, sequences = np.empty(num_envs, np.int64), np.empty(num_envs, np.int64)
+    whole = parts = 0
+    enough = 3000 if how == "counted" else float("inf")
+    deadline = time.monotonic() + LONGEST_RUN_S
+    with subprocess.Popen([sys.executable, "-c", GRANTER, segment.name, how]) as granter:
+        try:
+            while not parts and whole < enough and time.monotonic() < deadline:
+                ready = rings.native.scan(0, num_envs, envs, sequences)[0]
+                whole += ready == num_envs
+                parts += 0 < ready < num_envs
+                rings.native.advance(ACTED, envs, sequences, ready, 1)
+        finally:
+            granter.kill()
+            segment.unlink()
+            segment.close()
+    if how == "counted":
+        assert parts == 0
+        assert whole == enough, "the run is stuck"
+    else:
+        assert parts == 1, "a grant was never seen in part: the count was not put to the test"
