@@ -19,10 +19,12 @@ def _shared_memory() -> set[str]:
 
 def _belongs_to_another(entry: Path) -> bool:
     try:
-        header = entry.read_bytes()[:64]
-    except FileNotFoundError:
+        if not entry.is_file():
+            return True
+        with entry.open("rb") as file:
+            owner = int.from_bytes(file.read(32)[24:], "little")
+    except (FileNotFoundError, PermissionError):
         return True
-    owner = int.from_bytes(header[24:32], "little")
     return owner != os.getpid() and (owner == 0 or psutil.pid_exists(owner))
 
 
