@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -31,7 +31,9 @@ class SlotWriter:
     def __init__(self, rings: Rings, obs: Tree, action: Tree) -> None:
         self.native = rings.native
         self.capacity = rings.capacity
-        self.read_action = action.reader([rings.view(field) for field in rings.fields["action"]])
+        self.is_bare = obs.leaves[0].path == () and obs.leaves[0].low is None
+        self._action = action
+        self._action_views = [rings.view(field) for field in rings.fields["action"]]
         self._obs = obs
         self._final_fields = rings.fields["final_obs"]
         (self._episode_field,) = rings.fields["episode"]
@@ -45,13 +47,18 @@ class SlotWriter:
             leaves[i] = self._obs.coerce(i, leaves[i])
         return tuple(leaves)
 
-    def observe(self, env: int, sequence: int, obs: Any, episode_start: bool) -> None:
+    def actions_of(self, env: int) -> Any:
+        """The env's actions, to be indexed by slot; each is the env's own copy."""
+        if self._action.leaves[0].path == () and self._action.leaves[0].is_scalar:
+            return self._action_views[0][env]  # indexing makes a NumPy scalar, without a call
+        return _Actions(self._action.reader(self._action_views), env)
+
+    def observe(self, env: int, sequence: int, leaves: tuple[Any, ...], episode_start: bool) -> None:
         """Publishes an observation.
 
         Raises:
             SpecError: It does not fit the space.
         """
-        leaves = self.leaves(obs)
         if self.native.observe(env, sequence, leaves, episode_start) >= 0:
             exact = tuple(self._obs.coerce(i, leaf) for i, leaf in enumerate(leaves))
             unfit = self.native.observe(env, sequence, exact, episode_start)
@@ -67,8 +74,18 @@ class SlotWriter:
         self.native.write(self._episode_field, env, sequence, array("d", record))
 
 
+class _Actions:
+    """The actions of one env that are more than a scalar."""
+
+    def __init__(self, read: Callable[[int, int], Any], env: int) -> None:
+        self._read, self._env = read, env
+
+    def __getitem__(self, slot: int) -> Any:
+        return self._read(self._env, slot)
+
+
 class EnvStepper:
-    """One env of a worker.
+    """One env of a worker. `step` is the hot path: few calls, and what is rare is elsewhere.
 
     Args:
         index: The env's index in the run.
@@ -82,9 +99,11 @@ class EnvStepper:
     """
 
     __slots__ = (
+        "_actions",
         "_began_ns",
         "_began_sequence",
         "_env",
+        "_native",
         "_return",
         "_writer",
         "episodes",
@@ -97,6 +116,8 @@ class EnvStepper:
         self.index = index
         self._env = env
         self._writer = writer
+        self._native = writer.native
+        self._actions = writer.actions_of(index)
         self.sequence = writer.native.cursor(OBSERVED, index) - 1
         self.truncate = False
         self.episodes = 0
@@ -111,7 +132,7 @@ class EnvStepper:
         """
         first = self.sequence + 1
         try:
-            self._writer.observe(self.index, first, self._reset(seed), True)
+            self._writer.observe(self.index, first, self._writer.leaves(self._reset(seed)), True)
         except BaseException as error:
             raise RoleFailure(env_index=self.index, step=first, during="reset") from error
         self.sequence = first
@@ -120,18 +141,11 @@ class EnvStepper:
         """Steps the env with the action of its newest observation; returns the sequence of the next one.
 
         Raises:
-            RoleFailure: The env raised, or what it returned does not fit.
+            RoleFailure: reset() raised, or what it returned does not fit.
+            Exception: step() raised it; or a SpecError: what it returned does not fit.
         """
-        try:
-            return self._step()
-        except RoleFailure:
-            raise
-        except BaseException as error:
-            raise RoleFailure(env_index=self.index, step=self.sequence, during="step") from error
-
-    def _step(self) -> int:
         env, sequence, writer = self.index, self.sequence, self._writer
-        result: Any = self._env.step(writer.read_action(env, sequence % writer.capacity))
+        result: Any = self._env.step(self._actions[sequence % writer.capacity])
         try:
             obs, reward, terminated, truncated, info = result
         except (TypeError, ValueError):
@@ -148,9 +162,12 @@ class EnvStepper:
         ended = terminated or truncated
         if ended:
             obs = self._end_episode(obs, info)
-        writer.native.complete(env, sequence, reward, terminated, truncated, False)
-        self.sequence = sequence = sequence + 1
-        writer.observe(env, sequence, obs, ended)
+        self._native.complete(env, sequence, reward, terminated, truncated, False)
+        sequence += 1
+        leaves = (obs,) if writer.is_bare else writer.leaves(obs)
+        if self._native.observe(env, sequence, leaves, ended) >= 0:
+            writer.observe(env, sequence, leaves, ended)
+        self.sequence = sequence
         return sequence
 
     def _end_episode(self, obs: Any, info: Any) -> Any:

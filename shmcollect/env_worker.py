@@ -16,6 +16,7 @@ from shmcollect.control import ChildSession
 from shmcollect.counters import Counters
 from shmcollect.env_stepper import EnvStepper, SlotWriter
 from shmcollect.envs import Env, action_tree, close_envs, distinct_spaces, make_envs, observation_tree
+from shmcollect.errors import RoleFailure
 from shmcollect.ring import Rings
 from shmcollect.run_state import RunState
 from shmcollect.runner import run
@@ -145,8 +146,14 @@ class EnvWorker:
         while done < len(acted) and self._state.is_running():
             rollout_ended = False
             for env in acted[done : done + self._stride]:
-                if steppers[env - first].step() % length == 0:
-                    rollout_ended = True
+                stepper = steppers[env - first]
+                try:
+                    if stepper.step() % length == 0:
+                        rollout_ended = True
+                except RoleFailure:
+                    raise
+                except BaseException as error:
+                    raise RoleFailure(env_index=env, step=stepper.sequence, during="step") from error
                 done += 1
             self._inference_bell.notify()
             if rollout_ended:

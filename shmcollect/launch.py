@@ -206,7 +206,7 @@ def _layout(
     fields = slot_fields(
         [Field("obs", leaf.path, leaf.dtype, leaf.shape) for leaf in obs.leaves],
         [Field("action", leaf.path, leaf.dtype, leaf.shape) for leaf in action.leaves],
-        [Field("extras", (each.name,), np.dtype(each.dtype), each.shape) for each in extras],
+        [Field("extras", (each.name,), each.dtype, each.shape) for each in extras],
         final_obs=config.final_obs,
     )
     return Layout(

@@ -105,7 +105,7 @@ class AsyncLearner:
 
     def can_go_on(self) -> bool:
         """See `Learner.can_go_on`."""
-        return len(self._reader.finished(self._next_env)[0]) > 0
+        return len(self._acceptable()[0]) > 0
 
     def nap_s(self) -> float:
         """See `Learner.nap_s`."""
@@ -117,16 +117,20 @@ class AsyncLearner:
 
     def _take(self, draft: Draft) -> int:
         """Copies and releases at most one rollout of each env; returns how many."""
-        envs, starts = self._reader.finished(self._next_env)
-        allowed = self._taken[envs] < self._most_of_one_env
-        if not allowed.all() and (allowed.any() or self._others_can_deliver()):
-            envs, starts = envs[allowed], starts[allowed]
-        envs, starts = envs[: draft.missing], starts[: draft.missing]
+        envs, starts = (each[: draft.missing] for each in self._acceptable())
         if len(envs):
             draft.add(envs, starts)
             self._taken[envs] += 1
             self._next_env = (int(envs[-1]) + 1) % self._config.num_envs
         return len(envs)
+
+    def _acceptable(self) -> tuple[Index, Index]:
+        """Finished rollouts, without those of envs at their limit as long as others can deliver."""
+        envs, starts = self._reader.finished(self._next_env)
+        allowed = self._taken[envs] < self._most_of_one_env
+        if allowed.all() or not (allowed.any() or self._others_can_deliver()):
+            return envs, starts
+        return envs[allowed], starts[allowed]
 
     def _others_can_deliver(self) -> bool:
         """Whether an env that is not at its limit has been granted rollouts that are still out."""

@@ -23,12 +23,12 @@ class ExtrasField:
 
     Attributes:
         name: Its key.
-        dtype: Its NumPy dtype as a string, e.g. ``"<f4"``.
+        dtype: Its NumPy dtype.
         shape: Shape of one row.
     """
 
     name: str
-    dtype: str
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
 
@@ -114,6 +114,7 @@ class PolicyCaller:
         self.device = policy_device(self.module, device)
         if self.module is not None:
             self.module.to(self.device)
+        self._moves = self.device.type != "cpu"
         self._policy = policy
         self._obs = obs
         self._action = action
@@ -153,13 +154,13 @@ class PolicyCaller:
         return self._check(self._call(obs), n)
 
     def _call(self, obs: Any) -> Any:
-        if self.device.type != "cpu":
+        if self._moves:
             obs = self._obs.unflatten([leaf.to(self.device, non_blocking=True) for leaf in self._obs.flatten(obs)])
         return self._policy(obs)
 
     def _is_pair(self, result: Any) -> bool:
         """Whether this is (action, extras), rather than an action of a Tuple space that ends in a Dict."""
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, Mapping))):
             return False
         try:
             self._action.flatten(result[0])
@@ -170,7 +171,7 @@ class PolicyCaller:
     def _split(self, result: Any) -> tuple[Any, Mapping[str, Any]]:
         if not self._returns_extras:
             return result, {}
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, Mapping))):
             raise SpecError(f"the policy returned {type(result).__name__}; its first call returned (action, extras)")
         return result
 
@@ -189,7 +190,7 @@ def _to_numpy(value: Any) -> Array:
         return np.asarray(value)
     if value.dtype == torch.bfloat16:  # NumPy has none; float32 holds every value of it
         value = value.float()
-    rows: Array = value.detach().cpu().numpy()
+    rows: Array = value.numpy(force=True)
     return rows
 
 
@@ -202,16 +203,16 @@ def _extras_field(name: object, value: Any) -> ExtrasField:
             f"extras[{name!r}]: expected numbers with leading dimension {_PROBE_ROWS} for {_PROBE_ROWS} observations, "
             f"got shape {rows.shape}, dtype {rows.dtype}"
         )
-    return ExtrasField(name, rows.dtype.str, rows.shape[1:])
+    return ExtrasField(name, rows.dtype, rows.shape[1:])
 
 
 def _extras_rows(field: ExtrasField, extras: Mapping[str, Any], n: int) -> Array:
     if field.name not in extras:
         raise SpecError(f"extras: {field.name!r} is missing, got {list(extras)}")
     rows = _to_numpy(extras[field.name])
-    if rows.shape != (n, *field.shape) or rows.dtype.str != field.dtype:
+    if rows.shape != (n, *field.shape) or rows.dtype != field.dtype:
         raise SpecError(
-            f"extras[{field.name!r}]: expected shape {(n, *field.shape)}, dtype {np.dtype(field.dtype)}; "
+            f"extras[{field.name!r}]: expected shape {(n, *field.shape)}, dtype {field.dtype}; "
             f"got {rows.shape}, {rows.dtype}"
         )
     return np.ascontiguousarray(rows)

@@ -87,6 +87,7 @@ class InProcess:
     roles: dict[str, Callable[[], None]] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     exhausted: bool = False
+    is_waiting: bool = False  # the last poll gave no batch
 
     def __post_init__(self) -> None:
         for w, worker in enumerate(self.workers):
@@ -107,12 +108,18 @@ class InProcess:
         return work
 
     def poll(self) -> None:
+        could, before = self.is_waiting and self.learner.can_go_on(), self.cursors()
+        self.is_waiting = False
         try:
             batch = self.learner.poll()
         except ExhaustedError:
             self.exhausted = True
             return
-        if batch is not None:
+        self.is_waiting = batch is None
+        if batch is None:
+            assert not self.learner.can_go_on(), "a poll left something undone, or looking again would be in vain"
+            assert not could or (self.cursors() != before).any(), "looked as if there was something to do"
+        else:
             self.batches.append(copied(batch) if self.config.zero_copy else batch)
 
     def cursors(self) -> np.ndarray[Any, Any]:

@@ -28,7 +28,7 @@ from shmcollect.config import CollectorConfig
 from shmcollect.errors import ConfigError, ExhaustedError
 
 few = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 LENGTHS = st.sampled_from([1, 2, 5])
 
@@ -140,6 +140,25 @@ def test_views_in_place_equal_copies(length: int, data: st.DataObject) -> None:
         assert_same_batch(one, two)
 
 
+@few
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 40), st.data())
+def test_single_rollouts_in_place_equal_a_plain_loop(
+    length: int, num_envs: int, rollouts: int, data: st.DataObject
+) -> None:
+    settings = config(
+        num_envs=num_envs,
+        num_workers=data.draw(st.integers(1, num_envs)),
+        frames_per_batch=length,
+        rollout_length=length,
+        capacity=data.draw(st.integers(2, 4)) * length,
+        total_frames=rollouts * length,
+        zero_copy=True,
+    )
+    batches = run(settings, data, 10_000).batches
+    assert [len(batch) for batch in batches] == [1] * rollouts
+    assert_equals_plain_loop(batches, num_envs)
+
+
 def test_views_stay_as_they_are_until_the_next_batch_is_asked_for() -> None:
     with in_process(config(num_envs=2, frames_per_batch=4, sync=True, zero_copy=True)) as roles:
         for _ in range(5):
@@ -189,26 +208,61 @@ def most_of_one_env(settings: CollectorConfig) -> int:
     return 2 * math.ceil(settings.batch_rollouts / settings.num_envs)
 
 
-@few
-@given(configs(sync=False), st.integers(1, 6), st.data())
-def test_no_env_fills_a_batch_while_others_can_deliver(
-    settings: CollectorConfig, batches: int, data: st.DataObject
-) -> None:
-    for batch in run(settings, data, batches).batches:
-        assert max(Counts(envs_of(batch)).values()) <= most_of_one_env(settings)
+@st.composite
+def races(draw: st.DrawFn, *, endless: bool) -> tuple[CollectorConfig, list[str]]:
+    """Envs that are served as they come, some of which work far more often than the others."""
+    num_envs = draw(st.integers(2, 4))
+    length = draw(st.sampled_from([1, 2]))
+    settings = config(
+        num_envs=num_envs,
+        num_workers=num_envs,
+        frames_per_batch=draw(st.integers(1, 2 * num_envs + 1)) * length,
+        rollout_length=length,
+        capacity=draw(st.integers(length + 1, 8 * length)),
+        total_frames=-1 if endless else draw(st.integers(1, 60)),
+    )
+    favourites = draw(st.sets(st.integers(0, num_envs - 1), min_size=1, max_size=num_envs - 1))
+    turn = [role for w in sorted(favourites) for role in (f"worker {w}", "inference")]
+    return settings, [*turn, "learner"] * draw(st.integers(1, 30))
 
 
 @few
-@given(configs(sync=False, endless=False), st.data())
-def test_only_when_all_others_are_done_does_one_env_fill_a_batch(
-    settings: CollectorConfig, data: st.DataObject
-) -> None:
-    batches = run(settings, data, 10_000).batches
+@given(races(endless=True), st.integers(1, 6))
+def test_no_env_fills_a_batch_while_others_can_deliver(race: tuple[CollectorConfig, list[str]], batches: int) -> None:
+    settings, schedule = race
+    with in_process(settings) as roles:
+        for batch in roles.follow(schedule, batches):
+            assert max(Counts(envs_of(batch)).values()) <= most_of_one_env(settings)
+    assert_equals_plain_loop(roles.batches, settings.num_envs)
+
+
+@few
+@given(races(endless=False))
+def test_only_when_all_others_are_done_does_one_env_fill_a_batch(race: tuple[CollectorConfig, list[str]]) -> None:
+    settings, schedule = race
+    with in_process(settings) as roles:
+        batches = roles.follow(schedule, 10_000)
+    assert_equals_plain_loop(batches, settings.num_envs)
+    assert sum(map(len, batches)) == settings.total_rollouts
     for i, batch in enumerate(batches):
         counts = Counts(envs_of(batch))
         if max(counts.values()) > most_of_one_env(settings):
             under = {env for env in range(settings.num_envs) if counts[env] < most_of_one_env(settings)}
             assert not under & {env for later in batches[i + 1 :] for env in envs_of(later)}
+
+
+def test_the_last_frames_are_delivered_though_only_one_env_has_them() -> None:
+    """Env 0 rests until the others have used the budget up; then a whole batch is its, against the rule."""
+    settings = config(
+        num_envs=3, num_workers=3, frames_per_batch=3, rollout_length=1, capacity=4, total_frames=12, min_batch_size=1
+    )
+    with in_process(settings) as roles:
+        for _ in range(20):
+            for role in ("worker 1", "inference", "worker 2", "inference", "learner"):
+                roles.do(role)
+        roles.follow([], 10_000)
+    assert [envs_of(batch) for batch in roles.batches][-1] == [0, 0, 0]
+    assert_equals_plain_loop(roles.batches, 3)
 
 
 @few
@@ -338,6 +392,7 @@ def collect_interrupted(settings: CollectorConfig, nth: int) -> tuple[InProcess,
         {"sync": False, "frames_per_batch": 6},
         {"sync": True, "frames_per_batch": 8},
         {"sync": True, "frames_per_batch": 4, "zero_copy": True},
+        {"sync": False, "frames_per_batch": 2, "zero_copy": True},
     ],
 )
 def test_after_an_interrupt_anywhere_at_most_one_batch_is_missing(options: dict[str, Any]) -> None:

@@ -231,7 +231,7 @@ def test_views_lie_in_the_rings(start: int) -> None:
     with reader_of(3, 6, 2, first=start) as reader:
         rings = reader.rings
         end_episode(rings, 1, start + 1)
-        batch = reader.view(2, start)
+        batch = reader.view(range(2), start)
         assert batch.env_index.tolist() == [0, 1]
         assert batch.sequence.tolist() == [[start, start + 1]] * 2
         assert batch.final_obs is not None and batch.final_obs.index.tolist() == [[1, 1]]
@@ -241,9 +241,19 @@ def test_views_lie_in_the_rings(start: int) -> None:
         assert rings.cursors(RELEASED).tolist() == [start] * 3
 
 
+def test_a_view_may_be_of_any_neighbours() -> None:
+    with reader_of(4, 6, 2) as reader:
+        end_episode(reader.rings, 3, 2)
+        batch = reader.view(range(2, 4), 2)
+        reward = reader.rings.fields["reward"][0]
+    assert batch.env_index.tolist() == [2, 3]
+    assert batch.reward.tolist() == [[stamp(env, at, reward) for at in (2, 3)] for env in (2, 3)]
+    assert [each.env_index for each in batch.episodes] == [3]
+
+
 def test_views_need_rollouts_in_one_piece() -> None:
     with reader_of(1, 5, 2) as reader, pytest.raises(ConfigError, match=r"capacity=5 is not a multiple of 2"):
-        reader.view(1, 0)
+        reader.view(range(1), 0)
 
 
 def test_single_rows_are_copied() -> None:

@@ -243,9 +243,9 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": normalized,
     "tied embedding": TiedEmbedding,
     "lstm": Recurrent,
-    "bfloat16": BrainFloat,
+    "brain float": BrainFloat,
     "frozen layers": frozen,
-    "buffers": Scaled,
+    "own buffers": Scaled,
     "a module called module": lambda: nn.Sequential(nn.ModuleDict({"module": frozen()})["module"]),
     "data parallel inside": lambda: nn.DataParallel(frozen()),
 }
@@ -331,12 +331,17 @@ def test_inference_has_the_learners_state_and_outputs_bit_for_bit(one_thread) ->
 
 
 def test_a_wrapped_policy_takes_weights_wrapped_or_not(one_thread) -> None:
-    """Compiled without a code generator, as what matters is that it goes on with the tensors it was compiled for."""
-    networks = ("batch norm", "buffers")
-    policy = Zoo(0, *networks)
-    policy.networks = WRAPPERS["both"](Networks(policy.networks))
-    with together(policy, startup_timeout=120) as collector:
-        ...
+    """Compiled without a code generator: what matters is that it goes on with the tensors it was compiled for."""
+    names = ("batch norm", "own buffers")
+    policy = Zoo(0, *names)
+    for name in names:
+        policy.networks[name] = WRAPPERS["both"](policy.networks[name])
+    with together(WRAPPERS["data parallel"](policy), startup_timeout=120) as collector:
+        assert_acted_with(collector.next_batch(), Zoo(0, *names))
+        for seed, wrapped in enumerate(WRAPPERS.values(), 1):
+            zoo = Zoo(seed, *names)
+            collector.update_policy_weights_(wrapped(zoo))
+            assert_acted_with(collector.next_batch(), zoo)
 
 
 def test_none_stands_for_the_module_given_at_construction_also_if_the_policy_is_a_method_of_it() -> None:
