@@ -26,10 +26,14 @@ class SlotWriter:
         rings: The rings, mapped for writing.
         obs: The observation's tree.
         action: The action's tree.
+
+    Attributes:
+        episodes: Episodes that have been kept.
     """
 
     def __init__(self, rings: Rings, obs: Tree, action: Tree) -> None:
         self.native = rings.native
+        self.episodes = 0
         self.capacity = rings.capacity
         self.is_bare = obs.leaves[0].path == () and obs.leaves[0].low is None
         self._action = action
@@ -72,6 +76,7 @@ class SlotWriter:
                     fits = self.native.write(field, env, sequence, self._obs.coerce(i, leaf))
                     assert fits, f"coerce() left {self._obs.describe(i)} unfit"
         self.native.write(self._episode_field, env, sequence, array("d", record))
+        self.episodes += 1
 
 
 class _Actions:
@@ -95,7 +100,6 @@ class EnvStepper:
     Attributes:
         sequence: Of its newest observation; -1 before the first.
         truncate: Set it to end the episode with the next step, unless it has just begun.
-        episodes: Episodes that have ended.
     """
 
     __slots__ = (
@@ -106,7 +110,6 @@ class EnvStepper:
         "_native",
         "_return",
         "_writer",
-        "episodes",
         "index",
         "sequence",
         "truncate",
@@ -120,7 +123,6 @@ class EnvStepper:
         self._actions = writer.actions_of(index)
         self.sequence = writer.native.cursor(OBSERVED, index) - 1
         self.truncate = False
-        self.episodes = 0
         self._return = 0.0
         self._began_sequence = self._began_ns = 0
 
@@ -175,7 +177,6 @@ class EnvStepper:
         length = self.sequence + 1 - self._began_sequence
         record = (self._return, length, (time.monotonic_ns() - self._began_ns) / 1e9)
         self._writer.keep_episode(self.index, self.sequence, obs, _recorded_episode(info) or record)
-        self.episodes += 1
         try:
             return self._reset(None)
         except BaseException as error:

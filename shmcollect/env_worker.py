@@ -112,8 +112,8 @@ class EnvWorker:
         self.counters = Counters(segment, f"worker {payload.index}")
         rings = Rings(segment)
         obs = observation_tree(message.observation_space, payload.drop_obs)
-        writer = SlotWriter(rings, obs, action_tree(message.action_space))
-        self._steppers = [EnvStepper(payload.first_env + k, env, writer) for k, env in enumerate(envs)]
+        self._writer = SlotWriter(rings, obs, action_tree(message.action_space))
+        self._steppers = [EnvStepper(payload.first_env + k, env, self._writer) for k, env in enumerate(envs)]
         self._acted = rings.native.acted
         self._rollout_length = segment.layout.rollout_length
         self._stride = 1
@@ -159,7 +159,9 @@ class EnvWorker:
             if rollout_ended:
                 self._learner_bell.notify()
         self._stride = self._rows_between_notices((time.monotonic_ns() - began_ns) / max(1, done))
-        self._count(done)
+        counts = self.counters.values
+        counts["steps"] += done
+        counts["episodes"] = self._writer.episodes
         return done
 
     def patience_s(self) -> float:
@@ -185,8 +187,3 @@ class EnvWorker:
         """
         fewest, most = int(_NOTIFY_NS / (step_ns + 1)), int(_NOTIFY_ANYWAY_NS / (step_ns + 1))
         return max(1, fewest, min(self._rows_worth_telling, most))
-
-    def _count(self, steps: int) -> None:
-        counts = self.counters.values
-        counts["steps"] += steps
-        counts["episodes"] = sum(stepper.episodes for stepper in self._steppers)
