@@ -3,10 +3,13 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types unit sanitize campaign clean
+.PHONY: demo learn test lint types unit sanitize campaign clean
 
 demo: $(READY)
 	$(PYTHON) -m shmcollect run CartPole-v1 --frames 1_000_000
+
+learn: $(READY)
+	$(PYTHON) examples/ppo_cartpole.py --seeds 0 1 2 3 4 --plot ppo_cartpole.png
 
 test: lint types sanitize unit
 
