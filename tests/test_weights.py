@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -484,3 +487,22 @@ def test_weights_that_arrive_during_a_pause_count_after_it() -> None:
         batch = collector.next_batch()
     assert_untorn(batch)
     assert (batch.policy_version == 1).all()
+
+
+def test_the_benchmark_prints_a_row_per_size_without_torn_reads() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.weights",
+        "--sizes",
+        "0.01",
+        "0.1",
+        "--repeats",
+        "3",
+        "--seconds",
+        "0.2",
+    ]
+    root = Path(__file__).resolve().parent.parent
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=100)
+    rows = [line.split() for line in result.stdout.splitlines()[-2:]]
+    assert [row[0] for row in rows] == ["0.01", "0.1"] and all(int(row[-2]) > 0 and row[-1] == "0" for row in rows)
