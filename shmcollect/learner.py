@@ -256,5 +256,5 @@ class SyncLearner:
         wanted = min(self._config.num_envs, missing)
         envs, starts = self._reader.finished()
         envs, starts = envs[:wanted], starts[:wanted]
-        whole = len(envs) == wanted and envs[-1] == wanted - 1  # they come in order, from env 0
+        whole = 0 < wanted == len(envs) and envs[-1] == wanted - 1  # they come in order, from env 0
         return (envs, starts) if whole else (envs[:0], starts[:0])
