@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -241,44 +240,21 @@ class WrappedEnv:
         return env
 
 
-def _find_spec(env_id: str, kwargs: Mapping[str, Any]) -> EnvSpec:
-    """The spec of an env, looked up here: what modules register in this process is unknown in the workers.
-
-    Raises:
-        ConfigError: There is none, or its module can't be imported.
-    """
-    import gymnasium as gym
-
-    module, _, name = env_id.rpartition(":")
-    if module:
-        _import(module, f"ENV_ID {env_id}")
-    try:
-        spec = gym.spec(name)
-    except gym.error.Error as error:
-        raise ConfigError(f"ENV_ID {env_id}: {error}") from error
-    return replace(spec, kwargs={**spec.kwargs, **kwargs})
-
-
 def _find_wrapper(text: str) -> Callable[[Any], Any]:
+    from shmcollect.envs import import_module
+
     name = f"--wrap {text}"
     module, _, path = text.partition(":")
     if not (module and path):
         raise ConfigError(f"{name}: expected module:function")
     try:
-        wrapper = attrgetter(path)(_import(module, name))
+        wrapper = attrgetter(path)(import_module(module, name))
     except AttributeError as error:
         raise ConfigError(f"{name}: {error}") from error
     if not callable(wrapper):
         raise ConfigError(f"{name}: expected something to call with an env, got {wrapper!r}")
     found: Callable[[Any], Any] = wrapper
     return found
-
-
-def _import(module: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise ConfigError(f"{name}: importing {module} raised {type(error).__name__}: {error}") from error
 
 
 def _frames_per_batch(arguments: argparse.Namespace) -> int:
@@ -299,7 +275,10 @@ def _check_json_path(path: str | None) -> None:
 
 def _run(arguments: argparse.Namespace, signals: _Signals) -> None:
     _check_json_path(arguments.json)
-    spec = _find_spec(arguments.env_id, arguments.env_kwargs)
+    from shmcollect.envs import find_spec
+
+    spec = find_spec(arguments.env_id, f"ENV_ID {arguments.env_id}")
+    spec = replace(spec, kwargs={**spec.kwargs, **arguments.env_kwargs})
     wrappers = tuple(_find_wrapper(text) for text in arguments.wrap)
     with _progress(arguments.frames) as show:
         tally = _collect(arguments, WrappedEnv(spec, wrappers) if wrappers else spec, signals, show)

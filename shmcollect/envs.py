@@ -17,6 +17,37 @@ Env = gym.Env[Any, Any]
 EnvFactory = Callable[[], Env]
 
 
+def find_spec(env_id: str, what: str) -> EnvSpec:
+    """The spec of an env id, or of ``module:id`` after importing the module that registers it.
+
+    Args:
+        env_id: The id.
+        what: What an error calls it.
+
+    Raises:
+        ConfigError: There is none, or its module can't be imported.
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        import_module(module, what)
+    try:
+        return gym.spec(name)
+    except (gym.error.Error, ImportError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def import_module(module: str, what: str) -> Any:
+    """Imports a module the user named.
+
+    Raises:
+        ConfigError: That raised.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise ConfigError(f"{what}: importing {module} raised {type(error).__name__}: {error}") from error
+
+
 def resolve_factories(create_env_fn: object, num_envs: int | None) -> list[EnvFactory | EnvSpec]:
     """One factory per env from what the user gave.
 
@@ -26,13 +57,7 @@ def resolve_factories(create_env_fn: object, num_envs: int | None) -> list[EnvFa
         ConfigError: Neither an id, a spec, a callable, nor a list of callables; or ``num_envs`` does not fit it.
     """
     if isinstance(create_env_fn, str):
-        try:
-            module, _, name = create_env_fn.rpartition(":")
-            if module:
-                importlib.import_module(module)  # which registers it
-            create_env_fn = gym.spec(name)
-        except (gym.error.Error, ImportError) as error:
-            raise ConfigError(f"create_env_fn={create_env_fn!r}: {error}") from error
+        create_env_fn = find_spec(create_env_fn, f"create_env_fn={create_env_fn!r}")
     if isinstance(create_env_fn, EnvSpec) or callable(create_env_fn):
         if num_envs is None:
             raise ConfigError("num_envs is missing: it says how many envs to make from one id, spec or factory")
