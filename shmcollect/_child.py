@@ -35,6 +35,7 @@ def main(title: str, entry: str, control_fd: int, payload_fd: int, parent_pidfd:
     Path("/proc/self/comm").write_text(title[:15])
     for fd in (control_fd, payload_fd, parent_pidfd):
         os.set_inheritable(fd, False)  # programs that envs start have no part in this
+    pid = os.getpid()
     session = ChildSession(Connection(control_fd))
     try:
         with open(payload_fd, "rb") as file:
@@ -44,9 +45,20 @@ def main(title: str, entry: str, control_fd: int, payload_fd: int, parent_pidfd:
     except CallerGoneError:
         pass
     except BaseException as error:
+        if os.getpid() != pid:  # forked by an env: it ends, and that is all
+            _flush()
+            os._exit(_exit_code(error))
         session.fail(error)
         _flush()
         os._exit(1)  # threads and exit handlers of a broken env must not delay the news
+
+
+def _exit_code(error: BaseException) -> int:
+    """What a process that ends with this exception would exit with."""
+    cause = error.__cause__ or error
+    if not isinstance(cause, SystemExit):
+        return 1
+    return cause.code if isinstance(cause.code, int) else int(cause.code is not None)
 
 
 def _flush() -> None:

@@ -30,7 +30,7 @@ def _put(target: Tensor, index: tuple[Tensor, ...], values: Tensor) -> None:
     target.view(signed).index_put_(index, values.view(signed))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FinalObs:
     """The true last observation of every episode that ended in a batch.
 
@@ -73,7 +73,7 @@ _PER_STEP = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """B rollouts of T consecutive steps of one env each.
 

@@ -17,11 +17,11 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 
 from shmcollect.batch import Batch
-from shmcollect.config import CollectorConfig, check_duration
+from shmcollect.config import CollectorConfig, check_duration, check_int
 from shmcollect.counters import Counters
 from shmcollect.doorbell import LONGEST_SLEEP_S
 from shmcollect.envs import EnvFactory, resolve_factories
-from shmcollect.errors import BusyError, ClosedError, ConfigError, ExhaustedError, WeightsError
+from shmcollect.errors import BusyError, ChildError, ClosedError, ConfigError, ExhaustedError, WeightsError
 from shmcollect.launch import Run, RunRequest, Started, launch
 from shmcollect.learner import Learner, make_learner
 from shmcollect.policy import check_policy_arguments, module_of
@@ -124,7 +124,7 @@ class AsyncBatchedCollector:
             final_obs=final_obs,
             startup_timeout=startup_timeout,
         )
-        self._storing_device = torch.device(storing_device or device or "cpu")
+        self._storing_device = _check_device(storing_device or device or "cpu")
         self.name = new_name() if name is None else check_name(name)
         request = RunRequest(
             config=self.config,
@@ -139,7 +139,7 @@ class AsyncBatchedCollector:
         )
         self._module = module_of(policy)
         self._busy, self._watching = threading.RLock(), threading.RLock()
-        self._closed = False
+        self._closed = self._in_use = self._closes_later = False
         started = launch(request)
         self._finalizer = weakref.finalize(self, _close_dropped, started.run, self.name)
         self._join(started)
@@ -279,11 +279,19 @@ class AsyncBatchedCollector:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _shut_down(self) -> list[str]:
-        if self._finalizer.detach() is None:
-            return []
+        if not self._supervisor.is_owner() or self._finalizer.detach() is None:
+            return []  # in a fork of the owner, everything belongs to the owner
         self._closed = True
         self._state.end(STOPPING)  # wakes a thread that is collecting: it raises ClosedError
-        with self._busy, self._watching:
+        with self._busy:
+            if self._in_use:  # called from within, perhaps by a signal handler: that call cleans up as it ends
+                self._closes_later = True
+                return []
+            return self._tear_down()
+
+    def _tear_down(self) -> list[str]:
+        self._closes_later = False
+        with self._watching:
             del self._learner, self._ready  # what looks at the segment's memory
             return self._run.close()
 
@@ -311,8 +319,9 @@ class AsyncBatchedCollector:
                 time.sleep(min(self._learner.nap_s(), remaining_s))
                 self._bell.wait_until(self._learner.can_go_on, remaining_s)
             self._count(started_ns)
-            batch, self._ready = self._ready, None
-        return batch if batch is None else batch.to(self._storing_device)
+            batch = None if self._ready is None else self._ready.to(self._storing_device)
+            self._ready = None
+            return batch
 
     def _look(self) -> bool:
         """Whether a batch is ready, or there is no use in waiting."""
@@ -342,14 +351,14 @@ class AsyncBatchedCollector:
             with self._watching:
                 self._check_open()
                 self._supervisor.check()
-        except ClosedError:
-            raise
-        except BaseException as error:
+        except ChildError as error:
             for text in self._shut_down():
                 error.add_note(text)
             raise
 
     def _check_open(self) -> None:
+        if not self._supervisor.is_owner():
+            raise ClosedError(f"the collector {self.name!r} belongs to the process that made it, not to its forks")
         if self._closed:
             raise ClosedError(f"the collector {self.name!r} is closed")
 
@@ -364,12 +373,25 @@ class _Alone:
         self._collector = collector
 
     def __enter__(self) -> None:
-        self._collector._check_open()
-        if not self._collector._busy.acquire(blocking=False):
-            raise BusyError(f"another thread is using the collector {self._collector.name!r}")
+        collector = self._collector
+        collector._check_open()
+        free = collector._busy.acquire(blocking=False)
+        if not free or collector._in_use:
+            if free:
+                collector._busy.release()
+            raise BusyError(f"another thread, or a signal handler, is using the collector {collector.name!r}")
+        collector._in_use = True
 
-    def __exit__(self, *_: object) -> None:
-        self._collector._busy.release()
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        collector = self._collector
+        collector._in_use = False
+        texts = collector._tear_down() if collector._closes_later else []
+        collector._busy.release()
+        for text in texts:
+            if error is None:
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+            else:
+                error.add_note(text)
 
 
 def _close_dropped(run: Run, name: str) -> None:
@@ -378,10 +400,16 @@ def _close_dropped(run: Run, name: str) -> None:
     warnings.warn(f"the collector {name!r} was never closed", ResourceWarning, stacklevel=2)
 
 
+def _check_device(device: torch.device | str) -> torch.device:
+    """The device, once a tensor could be put there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {str(device)!r}: {error}") from error
+
+
 def _check_seed(seed: int | None) -> int | None:
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-        raise ConfigError(f"seed={seed!r}: expected an integer >= 0, or None")
-    return seed
+    return None if seed is None else check_int("seed", seed, 0, hint=", or None")
 
 
 def _check_drop(drop_obs: Sequence[Any]) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -66,15 +67,16 @@ class SlotWriter:
         if self.native.observe(env, sequence, leaves, episode_start) >= 0:
             exact = tuple(self._obs.coerce(i, leaf) for i, leaf in enumerate(leaves))
             unfit = self.native.observe(env, sequence, exact, episode_start)
-            assert unfit < 0, f"coerce() left {self._obs.describe(unfit)} unfit"
+            if unfit >= 0:
+                raise SpecError(f"{self._obs.describe(unfit)}: cannot be stored, got {_shape_of(leaves[unfit])}")
 
     def keep_episode(self, env: int, sequence: int, obs: Any, record: tuple[float, int, float]) -> None:
         """Keeps what ends with this step: the final observation, and return, length and seconds of the episode."""
         if self._final_fields:
             for i, (field, leaf) in enumerate(zip(self._final_fields, self.leaves(obs), strict=True)):
-                if not self.native.write(field, env, sequence, leaf):
-                    fits = self.native.write(field, env, sequence, self._obs.coerce(i, leaf))
-                    assert fits, f"coerce() left {self._obs.describe(i)} unfit"
+                write = partial(self.native.write, field, env, sequence)
+                if not write(leaf) and not write(self._obs.coerce(i, leaf)):
+                    raise SpecError(f"{self._obs.describe(i)}: cannot be stored, got {_shape_of(leaf)}")
         self.native.write(self._episode_field, env, sequence, array("d", record))
         self.episodes += 1
 
@@ -212,10 +214,15 @@ def _flag(value: object, name: str) -> bool:
 
 def _recorded_episode(info: Mapping[str, Any]) -> tuple[float, int, float] | None:
     """Return, length and duration as ``gymnasium.wrappers.RecordEpisodeStatistics`` saw them, if the env has it."""
+    if not isinstance(info, Mapping):
+        raise SpecError(f"step() returned the info {_shape_of(info)}; expected a dict")
     episode = info.get("episode")
     if not (isinstance(episode, Mapping) and {"r", "l", "t"} <= episode.keys()):
         return None
-    return _reward(episode["r"]), int(_reward(episode["l"])), _reward(episode["t"])
+    try:
+        return _reward(episode["r"]), int(_reward(episode["l"])), _reward(episode["t"])
+    except (SpecError, ValueError, OverflowError):  # somebody else's entry of this name
+        return None
 
 
 def _shape_of(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 import time
@@ -69,6 +70,7 @@ class JoinMessage:
 def main(session: ChildSession, payload: WorkerPayload) -> None:
     """The life of a worker process."""
     seed_globals(payload.global_seed)
+    pid = os.getpid()
     envs = make_envs(payload.factories, payload.first_env)
     try:
         session.report(distinct_spaces(envs, payload.first_env))
@@ -79,8 +81,9 @@ def main(session: ChildSession, payload: WorkerPayload) -> None:
         session.report("joined")
         worker.run()
     finally:
-        for warning in close_envs(envs, payload.first_env):
-            session.warn(warning)
+        if os.getpid() == pid:  # and not a process that an env forked and that ends here
+            for warning in close_envs(envs, payload.first_env):
+                session.warn(warning)
 
 
 def seed_globals(seed: int) -> None:

@@ -58,7 +58,9 @@ def converter(
                 array = array.astype(dtype, order="C")
         if refuse_nan and dtype.kind == "f" and has_nan(array):
             refuse_for(shape, _first(array, np.isnan(array)))
-        return np.asarray(array, order="C")
+        if array.flags.c_contiguous and array.flags.aligned and array.dtype.byteorder in "=|":
+            return array
+        return np.array(array, dtype, order="C")  # what is not aligned or spells its byte order fits no slot as it is
 
     return convert
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -508,6 +509,106 @@ def test_an_env_may_start_processes() -> None:
 
     with make(Parental, num_envs=2) as collector:
         collector.next_batch()
+
+
+def test_a_process_an_env_forks_may_end_as_it_likes() -> None:
+    class Forks(Counter):
+        def step(self, action):
+            if self.steps == 2 and os.fork() == 0:
+                sys.exit(0)
+            return super().step(action)
+
+    with make(Forks, num_envs=1, num_workers=1, frames_per_batch=8) as collector:
+        for _ in range(5):
+            collector.next_batch(timeout=20)
+
+
+@pytest.mark.parametrize("how", ["leave", "close", "exit"])
+def test_a_fork_of_the_caller_may_end_without_ending_the_run(how: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        with make() as collector:
+            collector.next_batch()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    if how == "leave":
+                        collector.__exit__(None, None, None)
+                    elif how == "close":
+                        collector.close()
+                    with pytest.raises(ClosedError, match="forks"):
+                        collector.next_batch()
+                finally:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+            for _ in range(5):
+                collector.next_batch(timeout=20)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_closing_in_a_signal_handler_ends_the_wait_with_a_closed_error(sync: bool) -> None:
+    class Slow(Counter):
+        def step(self, action):
+            time.sleep(0.02)
+            return super().step(action)
+
+    collector = make(Slow, frames_per_batch=4000, sync=sync)
+    before = signal.signal(signal.SIGALRM, lambda *_: collector.close())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(ClosedError):
+            collector.next_batch()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not collector._supervisor.children
+
+
+def test_an_interrupt_while_looking_after_the_children_does_not_close_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make() as collector:
+        with monkeypatch.context() as patched:
+            patched.setattr(collector._supervisor, "check", fails(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                collector.pause()
+                collector.next_batch()
+        collector.resume()
+        collector.next_batch(timeout=20)
+
+
+def test_unaligned_observations_arrive_right() -> None:
+    class Unaligned(Counter):
+        def _obs(self):
+            return np.frombuffer(b"\0" + super()._obs().tobytes(), np.int64, offset=1)
+
+    with make(Unaligned, num_envs=1, num_workers=1, sync=True, frames_per_batch=8) as collector:
+        batch = collector.next_batch()
+    assert batch.obs[0, :, 0].tolist() == list(range(8))
+    assert batch.next_obs[0, :, 0].tolist() == list(range(1, 9))
+
+
+def test_a_device_that_is_not_there_is_an_error_before_any_process_starts() -> None:
+    for device in ("nonsense", "cuda:99"):
+        with pytest.raises(ConfigError, match=device):
+            make(storing_device=device)
+
+
+def test_an_info_that_is_none_is_named_and_a_strange_episode_entry_ignored() -> None:
+    class Told(Counter):
+        told: Any = None
+
+        def step(self, action):
+            return (*super().step(action)[:4], self.told)
+
+    with pytest.raises(EnvWorkerError, match="info NoneType None; expected a dict"), make(Told) as collector:
+        collector.next_batch()
+    Told.told = {"episode": {"r": 1.0, "l": float("nan"), "t": 0}}
+    with make(Told) as collector:
+        assert {episode.length for episode in collector.next_batch().episodes} <= {1, 2, 3}
+
+
+def test_batches_can_be_kept_in_lists_and_sets() -> None:
+    with make() as collector:
+        first, second = collector.next_batch(), collector.next_batch()
+    assert first != second and first in [second, first] and len({first, second}) == 2
 
 
 def test_episode_statistics_of_a_wrapper_win() -> None:
