@@ -16,6 +16,7 @@ class Task:
     workload: str
     num_envs: int
     num_workers: int | None
+    workers_per_process: int | None
     seconds: float
     warmup: float
     rollout_length: int

@@ -20,6 +20,7 @@ def run(task: Task) -> Measurement:
     capacity = 2 * rollout_length
     options: dict[str, Any] = {
         "num_workers": task.num_workers,
+        "workers_per_process": task.workers_per_process,
         "max_batch_size": task.max_batch_size,
         "min_batch_size": task.min_batch_size,
     }
@@ -41,7 +42,6 @@ def run(task: Task) -> Measurement:
         window = measure(collect, task, lambda: ProcessTree().cpu_seconds)
         stats = collector.stats()
         memory_bytes = ProcessTree().memory_bytes()
-    latency = stats.get("action_latency_s")
     return Measurement(
         delivered=window.delivered.tolist(),
         # Steps granted ahead, and the rollouts of one env that the batch under construction may hold.
@@ -50,8 +50,8 @@ def run(task: Task) -> Measurement:
         seconds=window.seconds,
         cpu_seconds=window.cpu_seconds,
         mean_inference_batch=stats["mean_inference_batch"],
-        latency_p50_s=None if latency is None else latency["p50"],
-        latency_p99_s=None if latency is None else latency["p99"],
+        latency_p50_s=stats["action_latency_s"]["p50"],
+        latency_p99_s=stats["action_latency_s"]["p99"],
         memory_bytes=memory_bytes,
         first_batch_s=window.first_batch_at - begun,
     )

@@ -144,6 +144,8 @@ def load(path: Path) -> Record:
 def _title(record: Record) -> str:
     settings = record["settings"]
     workers = "" if settings["num_workers"] is None else f", {settings['num_workers']} workers"
+    if settings["workers_per_process"] is not None:
+        workers += f" in processes of {settings['workers_per_process']}"
     return (
         f"{settings['workload']}, {settings['num_envs']} envs{workers}:"
         f" {settings['repeats']} x {settings['seconds']:g} s"

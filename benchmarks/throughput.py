@@ -170,6 +170,7 @@ def _task(arguments: argparse.Namespace, contender: str, repeat: int, counters_p
         workload=arguments.workload,
         num_envs=arguments.num_envs,
         num_workers=arguments.num_workers,
+        workers_per_process=arguments.workers_per_process,
         seconds=arguments.seconds,
         warmup=arguments.warmup,
         rollout_length=arguments.rollout_length,
@@ -210,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
     parser.add_argument("--num-envs", type=_positive, required=True)
     parser.add_argument("--num-workers", type=_positive, help="env workers of the collector (default: its own choice)")
+    parser.add_argument("--workers-per-process", type=_positive, help="of the collector (default: its own)")
     parser.add_argument("--min-batch-size", type=_positive, help="of the collector (default: its own)")
     parser.add_argument("--max-batch-size", type=_positive, help="of the collector (default: its own)")
     parser.add_argument("--rollout-length", type=_positive, help="T of all contenders (default: the workload's)")

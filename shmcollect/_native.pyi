@@ -55,6 +55,7 @@ class Rings:
         groups: Buffer,
         running: Buffer,
         grant_count: int,
+        latencies: Buffer,
         fields: tuple[tuple[int, int, int, str, tuple[int, ...]], ...],
         step_fields: tuple[int, ...],
         leaves: tuple[int, ...],
@@ -77,8 +78,16 @@ class Rings:
     def gather(self, field: int, envs: Buffer, sequences: Buffer, count: int, length: int, out: Buffer, /) -> None:
         """Copy ``length`` slots from every row on into ``out``."""
 
-    def scatter(self, field: int, envs: Buffer, sequences: Buffer, count: int, rows: Buffer, /) -> None:
-        """Copy rows into their slots."""
+    def scatter(
+        self,
+        fields: tuple[int, ...],
+        envs: Buffer,
+        sequences: Buffer,
+        count: int,
+        values: tuple[object, ...],
+        /,
+    ) -> int:
+        """Copy rows of several fields into their slots; -1, or the index of the first array that does not fit."""
 
     def advance(self, which: int, envs: Buffer, sequences: Buffer, count: int, step: int, /) -> list[int]:
         """Set a cursor to ``sequence + step`` for every row; returns the workers of these envs."""
@@ -86,7 +95,10 @@ class Rings:
     def write(self, field: int, env: int, sequence: int, value: Any, /) -> bool:
         """Copy a value into a slot; False if it is not exactly of the field's type and shape."""
 
-    def complete(
+    def observe(self, env: int, sequence: int, leaves: tuple[object, ...], /) -> int:
+        """Write and publish an episode's first observation; -1, or the index of the first leaf that does not fit."""
+
+    def step(
         self,
         env: int,
         sequence: int,
@@ -94,9 +106,10 @@ class Rings:
         terminated: object,
         truncated: object,
         interrupted: object,
+        leaves: tuple[object, ...],
         /,
-    ) -> None:
-        """Write what the step brought into its own slot."""
+    ) -> int:
+        """Write what the step brought into its own slot and the observation after it into the next; publish that.
 
-    def observe(self, env: int, sequence: int, leaves: tuple[object, ...], episode_start: object, /) -> int:
-        """Write and publish an observation; -1, or the index of the first leaf that does not fit exactly."""
+        -1, or the index of the first leaf that does not fit exactly: then nothing is published.
+        """

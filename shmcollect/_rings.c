@@ -20,6 +20,7 @@ static void rings_free_members(Rings *self)
         free(self->cursors[i]);
     free(self->group_of);
     free(self->running);
+    free(self->latencies);
     free(self->targets);
     free(self->touched);
     free(self->fields);
@@ -110,6 +111,18 @@ static int rings_parse_groups(Rings *self, PyObject *groups, PyObject *running)
     }
     PyBuffer_Release(&view);
     return status;
+}
+
+static int rings_parse_latencies(Rings *self, PyObject *latencies)
+{
+    Py_buffer view;
+    int64_t *numbers = int64_buffer("latencies", latencies, 1, 0, false, &view);
+    if (!numbers)
+        return -1;
+    self->num_latencies = view.len / 8;
+    self->latencies = words_at(self, numbers, self->num_latencies);
+    PyBuffer_Release(&view);
+    return self->latencies ? 0 : -1;
 }
 
 static int field_parse_shape(Field *field, PyObject *shape)
@@ -222,13 +235,13 @@ static int rings_parse_step_fields(Rings *self, PyObject *step_fields, PyObject 
 
 static PyObject *rings_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"buffer",  "num_envs",    "capacity", "cursors",     "groups",
-                            "running", "grant_count", "fields",   "step_fields", "leaves", NULL};
-    PyObject *buffer, *cursors, *groups, *running, *fields, *step_fields, *leaves;
+    static char *names[] = {"buffer",      "num_envs",  "capacity", "cursors",     "groups", "running",
+                            "grant_count", "latencies", "fields",   "step_fields", "leaves", NULL};
+    PyObject *buffer, *cursors, *groups, *running, *latencies, *fields, *step_fields, *leaves;
     long long num_envs, capacity, grant_count;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLOOOLO!O!O!:Rings", names, &buffer, &num_envs, &capacity, &cursors,
-                                     &groups, &running, &grant_count, &PyTuple_Type, &fields, &PyTuple_Type,
-                                     &step_fields, &PyTuple_Type, &leaves))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLOOOLOO!O!O!:Rings", names, &buffer, &num_envs, &capacity, &cursors,
+                                     &groups, &running, &grant_count, &latencies, &PyTuple_Type, &fields,
+                                     &PyTuple_Type, &step_fields, &PyTuple_Type, &leaves))
         return NULL;
     if (num_envs < 1 || num_envs > INT32_MAX || capacity < 2 || capacity > INT32_MAX) {
         PyErr_Format(PyExc_ValueError, "num_envs=%lld, expected 1..%d; capacity=%lld, expected 2..%d", num_envs,
@@ -244,7 +257,8 @@ static PyObject *rings_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int64_t grant_offset = grant_count;
     word_t **grant_word = NULL;
     if (PyObject_GetBuffer(buffer, &self->view, PyBUF_SIMPLE) < 0 || rings_parse_cursors(self, cursors) < 0 ||
-        rings_parse_groups(self, groups, running) < 0 || rings_parse_fields(self, fields) < 0 ||
+        rings_parse_groups(self, groups, running) < 0 || rings_parse_latencies(self, latencies) < 0 ||
+        rings_parse_fields(self, fields) < 0 ||
         rings_parse_step_fields(self, step_fields, leaves) < 0 || !(grant_word = words_at(self, &grant_offset, 1))) {
         Py_DECREF(self);
         return NULL;
@@ -264,7 +278,7 @@ static PyMethodDef rings_methods[] = {
     FAST("scatter", rings_scatter),
     FAST("advance", rings_advance),
     FAST("write", rings_write),
-    FAST("complete", rings_complete),
+    FAST("step", rings_step),
     FAST("observe", rings_observe),
     {NULL, NULL, 0, NULL},
 };

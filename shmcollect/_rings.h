@@ -25,6 +25,8 @@ typedef struct {
     int64_t *group_of;             /* [env] */
     word_t **running;              /* [group] */
     word_t *grant_count;           /* odd while steps are being granted to several envs at once */
+    int64_t num_latencies;
+    word_t **latencies;            /* [bucket]: actions that took so long; written by whoever advances ACTED */
     int64_t *targets;              /* [env], scratch of advance() */
     char *touched;                 /* [group], scratch of advance() */
     Py_ssize_t num_fields;
@@ -49,7 +51,7 @@ METHOD(rings_gather);
 METHOD(rings_scatter);
 METHOD(rings_advance);
 METHOD(rings_write);
-METHOD(rings_complete);
+METHOD(rings_step);
 METHOD(rings_observe);
 
 /* The index of a field, or an exception. */

@@ -105,6 +105,19 @@ static int values_parse(const char *name, PyObject *object, int flags, const Fie
     return -1;
 }
 
+/* 1: the value is a C-contiguous buffer, opened; 0: it is none; -1: an exception. */
+static int open_buffer(PyObject *value, Py_buffer *view)
+{
+    if (!PyObject_CheckBuffer(value))
+        return 0;
+    if (PyObject_GetBuffer(value, view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0)
+        return 1;
+    if (!PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError))
+        return -1;
+    PyErr_Clear(); /* not contiguous, or no type a buffer can have */
+    return 0;
+}
+
 /* memmove, here and below: nothing keeps a caller from passing an array that lies in these very rings. */
 static void gather_rows(const Rings *self, const Field *field, const Rows *rows, int64_t length, char *out)
 {
@@ -146,27 +159,70 @@ METHOD(rings_gather)
     Py_RETURN_NONE;
 }
 
-/* scatter(field, envs, sequences, count, rows): copy rows into the slots. */
+static void scatter_rows(const Rings *self, const Field *field, const Rows *rows, const char *row)
+{
+    for (int64_t i = 0; i < rows->count; i++, row += field->row_bytes)
+        memmove(slot_at(self, field, rows->envs[i], rows->sequences[i]), row, (size_t)field->row_bytes);
+}
+
+/* Whether a buffer holds `count` values of exactly the field's type and shape. */
+static bool fits_rows(const Py_buffer *view, const Field *field, int64_t count)
+{
+    bool fits = view->ndim == field->ndim + 1 && format_of(view) == field->format && view->shape[0] == count;
+    for (int i = 0; fits && i < field->ndim; i++)
+        fits = view->shape[i + 1] == field->shape[i];
+    return fits;
+}
+
+/* Opens one buffer for each field: how many fit, up to the first that does not; -1 is an exception. The caller
+ * releases *opened of them. */
+static Py_ssize_t open_values(const Rings *self, PyObject *fields, PyObject *values, int64_t count, Py_ssize_t *indices,
+                              Py_buffer *views, Py_ssize_t *opened)
+{
+    Py_ssize_t number = PyTuple_Size(fields);
+    for (Py_ssize_t i = 0; i < number; i++)
+        if (field_index(self, PyTuple_GetItem(fields, i), &indices[i]) < 0)
+            return -1;
+    for (Py_ssize_t i = 0; i < number; i++) {
+        int status = open_buffer(PyTuple_GetItem(values, i), &views[i]);
+        if (status <= 0)
+            return status < 0 ? -1 : i;
+        ++*opened;
+        if (!fits_rows(&views[i], &self->fields[indices[i]], count))
+            return i;
+    }
+    return number;
+}
+
+/* scatter(fields, envs, sequences, count, values): copy rows of several fields into the slots.
+ * Returns -1, or the index of the first array that is not exactly of its field's type (then nothing is written). */
 METHOD(rings_scatter)
 {
     Rings *self = (Rings *)object;
-    Py_ssize_t index;
     Rows rows;
-    Py_buffer values;
-    if (check_count("scatter", nargs, 5) < 0 || check_writable(self) < 0 || field_index(self, args[0], &index) < 0 ||
-        rows_parse(self, args + 1, &rows) < 0)
+    if (check_count("scatter", nargs, 5) < 0 || check_writable(self) < 0)
         return NULL;
-    const Field *field = &self->fields[index];
-    if (values_parse("rows", args[4], 0, field, rows.count, 1, &values) < 0) {
+    if (!PyTuple_Check(args[0]) || !PyTuple_Check(args[4]) || PyTuple_Size(args[0]) != PyTuple_Size(args[4]))
+        return PyErr_Format(PyExc_TypeError, "fields and values: expected two tuples of equal length");
+    Py_ssize_t number = PyTuple_Size(args[0]), opened = 0;
+    Py_ssize_t *indices = calloc((size_t)number + 1, sizeof *indices);
+    Py_buffer *views = calloc((size_t)number + 1, sizeof *views);
+    PyObject *result = NULL;
+    if (!indices || !views) {
+        PyErr_NoMemory();
+    } else if (rows_parse(self, args + 1, &rows) == 0) {
+        Py_ssize_t fitting = open_values(self, args[0], args[4], rows.count, indices, views, &opened);
+        for (Py_ssize_t i = 0; fitting == number && i < number; i++)
+            scatter_rows(self, &self->fields[indices[i]], &rows, views[i].buf);
+        if (fitting >= 0)
+            result = PyLong_FromSsize_t(fitting == number ? -1 : fitting);
         rows_free(&rows);
-        return NULL;
     }
-    const char *row = values.buf;
-    for (int64_t i = 0; i < rows.count; i++, row += field->row_bytes)
-        memmove(slot_at(self, field, rows.envs[i], rows.sequences[i]), row, (size_t)field->row_bytes);
-    PyBuffer_Release(&values);
-    rows_free(&rows);
-    Py_RETURN_NONE;
+    while (opened > 0)
+        PyBuffer_Release(&views[--opened]);
+    free(indices);
+    free(views);
+    return result;
 }
 
 /* Refuses rows that would take a cursor back, be it behind an earlier row of the same env. */
@@ -187,6 +243,19 @@ static int check_growth(Rings *self, int64_t which, const Rows *rows, int64_t st
     return 0;
 }
 
+/* A histogram with eight buckets per octave, from 2^10 ns on (shmcollect/histogram.py says which is which). */
+static void count_latency(const Rings *self, int64_t latency_ns)
+{
+    int64_t bucket = 0;
+    if (latency_ns >= 1 << 10) {
+        int octave = 63 - __builtin_clzll((unsigned long long)latency_ns);
+        bucket = (int64_t)(octave - 10) * 8 + ((latency_ns >> (octave - 3)) & 7);
+    }
+    word_t *word = self->latencies[bucket < self->num_latencies ? bucket : self->num_latencies - 1];
+    int64_t count = atomic_load_explicit(word, memory_order_relaxed);
+    atomic_store_explicit(word, count + 1, memory_order_relaxed); /* one writer: no need for an atomic addition */
+}
+
 static PyObject *touched_groups(const Rings *self)
 {
     PyObject *groups = PyList_New(0);
@@ -200,7 +269,7 @@ static PyObject *touched_groups(const Rings *self)
 }
 
 /* advance(cursor, envs, sequences, count, step): cursor = sequence + step for every row, with release; cursors only
- * grow. Returns the groups whose envs were touched, each once. */
+ * grow. Of ACTED it counts how long each row has waited. Returns the groups whose envs were touched, each once. */
 METHOD(rings_advance)
 {
     Rings *self = (Rings *)object;
@@ -215,8 +284,12 @@ METHOD(rings_advance)
     if (rows_parse(self, args + 1, &rows) < 0)
         return NULL;
     int status = check_growth(self, which, &rows, step);
+    int64_t now_ns = monotonic_ns();
     memset(self->touched, 0, (size_t)self->num_groups);
     for (int64_t i = 0; i < rows.count && status == 0; i++) {
+        if (which == ACTED) /* read before the worker may write the next one */
+            count_latency(self, now_ns - atomic_load_explicit(self->cursors[OBSERVED_NS][rows.envs[i]],
+                                                              memory_order_relaxed));
         word_store(self->cursors[which][rows.envs[i]], rows.sequences[i] + step); /* SYNC: acted, released, granted */
         self->touched[self->group_of[rows.envs[i]]] = 1;
     }
@@ -231,14 +304,9 @@ METHOD(rings_advance)
 static int write_exact(const Rings *self, const Field *field, int64_t env, int64_t sequence, PyObject *value)
 {
     Py_buffer view;
-    if (!PyObject_CheckBuffer(value))
-        return 0;
-    if (PyObject_GetBuffer(value, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) < 0) {
-        if (!PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError))
-            return -1;
-        PyErr_Clear(); /* not contiguous, or no type a buffer can have */
-        return 0;
-    }
+    int status = open_buffer(value, &view);
+    if (status <= 0)
+        return status;
     bool fits = view.ndim == field->ndim && format_of(&view) == field->format && view.len == field->row_bytes;
     for (int i = 0; fits && i < field->ndim; i++)
         fits = view.shape[i] == field->shape[i];
@@ -261,12 +329,60 @@ METHOD(rings_write)
     return written < 0 ? NULL : PyBool_FromLong(written);
 }
 
-/* complete(env, sequence, reward, terminated, truncated, interrupted): what the step brought, into its own slot. */
-METHOD(rings_complete)
+static int check_observation(const Rings *self, int64_t env, int64_t sequence, PyObject *leaves)
+{
+    if (!PyTuple_Check(leaves) || PyTuple_Size(leaves) != self->num_leaves) {
+        PyErr_Format(PyExc_TypeError, "leaves: expected a tuple of %zd", self->num_leaves);
+        return -1;
+    }
+    int64_t turn = atomic_load_explicit(self->cursors[OBSERVED][env], memory_order_relaxed);
+    if (turn == sequence)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "env %lld: observation %lld published out of turn (observed=%lld)", (long long)env,
+                 (long long)sequence, (long long)turn);
+    return -1;
+}
+
+/* Writes an observation into its slot and publishes it: -1, or the index of the first leaf that is not exactly of its
+ * field's type (then nothing is published). NULL is an exception. */
+static PyObject *publish_observation(const Rings *self, int64_t env, int64_t sequence, PyObject *leaves,
+                                     bool episode_start)
+{
+    word_t *slot_sequence = (word_t *)step_slot(self, SEQUENCE, env, sequence);
+    slot_begin(slot_sequence);
+    for (Py_ssize_t i = 0; i < self->num_leaves; i++) {
+        const Field *field = &self->fields[self->leaves[i]];
+        int written = write_exact(self, field, env, sequence, PyTuple_GetItem(leaves, i));
+        if (written <= 0)
+            return written < 0 ? NULL : PyLong_FromSsize_t(i);
+    }
+    *step_slot(self, EPISODE_START, env, sequence) = (char)episode_start;
+    slot_end(slot_sequence, sequence);
+    atomic_store_explicit(self->cursors[OBSERVED_NS][env], monotonic_ns(), memory_order_relaxed);
+    word_store(self->cursors[OBSERVED][env], sequence + 1); /* SYNC: observed */
+    return PyLong_FromLong(-1);
+}
+
+/* observe(env, sequence, leaves): write the first observation of an episode into its slot and publish it.
+ * Returns -1, or the index of the first leaf that is not exactly of its field's type (then nothing is published). */
+METHOD(rings_observe)
 {
     Rings *self = (Rings *)object;
     int64_t env, sequence;
-    if (check_count("complete", nargs, 6) < 0 || check_writable(self) < 0 || parse_row(self, args, &env, &sequence) < 0)
+    if (check_count("observe", nargs, 3) < 0 || check_writable(self) < 0 || parse_row(self, args, &env, &sequence) < 0 ||
+        check_observation(self, env, sequence, args[2]) < 0)
+        return NULL;
+    return publish_observation(self, env, sequence, args[2], true);
+}
+
+/* step(env, sequence, reward, terminated, truncated, interrupted, leaves): what the step brought, into its own slot, and
+ * the observation after it into the next one; publishes it. Returns as observe() does. */
+METHOD(rings_step)
+{
+    Rings *self = (Rings *)object;
+    int64_t env, sequence;
+    if (check_count("step", nargs, 7) < 0 || check_writable(self) < 0 || parse_row(self, args, &env, &sequence) < 0 ||
+        check_observation(self, env, sequence + 1, args[6]) < 0)
         return NULL;
     float reward = (float)PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred())
@@ -278,38 +394,5 @@ METHOD(rings_complete)
     for (int i = 0; i < 3; i++)
         *step_slot(self, TERMINATED + i, env, sequence) = (char)flags[i];
     memcpy(step_slot(self, REWARD, env, sequence), &reward, sizeof reward);
-    Py_RETURN_NONE;
-}
-
-/* observe(env, sequence, leaves, episode_start): write an observation into its slot and publish it.
- * Returns -1, or the index of the first leaf that is not exactly of its field's type (then nothing is published). */
-METHOD(rings_observe)
-{
-    Rings *self = (Rings *)object;
-    int64_t env, sequence;
-    if (check_count("observe", nargs, 4) < 0 || check_writable(self) < 0 || parse_row(self, args, &env, &sequence) < 0)
-        return NULL;
-    if (!PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != self->num_leaves)
-        return PyErr_Format(PyExc_TypeError, "leaves: expected a tuple of %zd", self->num_leaves);
-    int episode_start = PyObject_IsTrue(args[3]);
-    if (episode_start < 0)
-        return NULL;
-    word_t *observed = self->cursors[OBSERVED][env];
-    if (atomic_load_explicit(observed, memory_order_relaxed) != sequence)
-        return PyErr_Format(PyExc_ValueError, "env %lld: observation %lld published out of turn (observed=%lld)",
-                            (long long)env, (long long)sequence,
-                            (long long)atomic_load_explicit(observed, memory_order_relaxed));
-    word_t *slot_sequence = (word_t *)step_slot(self, SEQUENCE, env, sequence);
-    slot_begin(slot_sequence);
-    for (Py_ssize_t i = 0; i < self->num_leaves; i++) {
-        const Field *field = &self->fields[self->leaves[i]];
-        int written = write_exact(self, field, env, sequence, PyTuple_GetItem(args[2], i));
-        if (written <= 0)
-            return written < 0 ? NULL : PyLong_FromSsize_t(i);
-    }
-    *step_slot(self, EPISODE_START, env, sequence) = (char)episode_start;
-    slot_end(slot_sequence, sequence);
-    atomic_store_explicit(self->cursors[OBSERVED_NS][env], monotonic_ns(), memory_order_relaxed);
-    word_store(observed, sequence + 1); /* SYNC: observed */
-    return PyLong_FromLong(-1);
+    return publish_observation(self, env, sequence + 1, args[6], flags[0] || flags[1]);
 }

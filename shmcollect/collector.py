@@ -48,7 +48,9 @@ class AsyncBatchedCollector:
         policy_factory: Instead of a policy: what builds it there, called as
             ``policy_factory(observation_space, action_space)`` or, if it takes no arguments, without.
         num_envs: Environments; may be left out with a list of factories.
-        num_workers: Env worker processes; default: one less than the usable cores, at least 1.
+        num_workers: Env workers; default: one less than the usable cores, at least 1.
+        workers_per_process: 1: every env worker is a process. More: so many of them share one, each in a thread, which
+            pays for envs that wait (for a simulator on the network, say) rather than compute.
         frames_per_batch: Frames of a batch, B * T. A frame is one transition of one env.
         rollout_length: T, steps of a rollout; default: the largest divisor of ``frames_per_batch`` that gives every
             env a rollout in a batch. 1 gives plain transitions.
@@ -89,6 +91,7 @@ class AsyncBatchedCollector:
         policy_factory: Callable[..., Any] | None = None,
         num_envs: int | None = None,
         num_workers: int | None = None,
+        workers_per_process: int = 1,
         frames_per_batch: int,
         rollout_length: int | None = None,
         total_frames: int = -1,
@@ -112,6 +115,7 @@ class AsyncBatchedCollector:
         self.config = CollectorConfig.build(
             num_envs=len(factories),
             num_workers=num_workers,
+            workers_per_process=workers_per_process,
             frames_per_batch=frames_per_batch,
             rollout_length=rollout_length,
             total_frames=total_frames,
@@ -316,8 +320,10 @@ class AsyncBatchedCollector:
                 remaining_s = LONGEST_SLEEP_S if deadline is None else deadline - time.monotonic()
                 if remaining_s <= 0:
                     break
-                time.sleep(min(self._learner.nap_s(), remaining_s))
-                self._bell.wait_until(self._learner.can_go_on, remaining_s)
+                if (nap_s := self._learner.nap_s()) > 0:
+                    time.sleep(min(nap_s, remaining_s))
+                else:
+                    self._bell.wait_until(self._learner.can_go_on, remaining_s)
             self._count(started_ns)
             batch = None if self._ready is None else self._ready.to(self._storing_device)
             self._ready = None

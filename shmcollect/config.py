@@ -21,6 +21,7 @@ class CollectorConfig:
         rollouts_per_env: k in sync mode; 0 in async mode.
         total_rollouts: Rollouts of the whole run, or None without end.
         worker_envs: How many envs each worker has.
+        processes: Which workers share each env worker process.
         capacity: Slots of each ring, resolved.
         max_batch_size: Rows of the largest inference batch, resolved.
     """
@@ -28,6 +29,7 @@ class CollectorConfig:
     num_envs: int
     frames_per_batch: int
     num_workers: int
+    workers_per_process: int
     rollout_length: int
     total_frames: int
     sync: bool
@@ -46,6 +48,7 @@ class CollectorConfig:
         num_envs: int,
         frames_per_batch: int,
         num_workers: int | None = None,
+        workers_per_process: int = 1,
         rollout_length: int | None = None,
         total_frames: int = -1,
         sync: bool = False,
@@ -76,6 +79,7 @@ class CollectorConfig:
             num_envs=num_envs,
             frames_per_batch=frames_per_batch,
             num_workers=_num_workers(num_workers, num_envs),
+            workers_per_process=check_int("workers_per_process", workers_per_process, 1),
             rollout_length=length,
             total_frames=total_frames,
             sync=bool(sync),
@@ -111,6 +115,12 @@ class CollectorConfig:
         """How many envs each worker has: counts that differ by at most one."""
         share, extra = divmod(self.num_envs, self.num_workers)
         return tuple(share + (worker < extra) for worker in range(self.num_workers))
+
+    @property
+    def processes(self) -> tuple[range, ...]:
+        """The workers of each env worker process: neighbours."""
+        step = self.workers_per_process
+        return tuple(range(w, min(w + step, self.num_workers)) for w in range(0, self.num_workers, step))
 
     def _check_batching(self) -> None:
         if not self.min_batch_size <= self.max_batch_size <= self.num_envs:

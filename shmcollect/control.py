@@ -78,11 +78,13 @@ class ChildSession:
     Attributes:
         connection: The connection itself.
         state: The run state once the child has attached, else None.
+        has_failed: Whether the record of a failure has been sent.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.state: RunState | None = None
+        self.has_failed = False
 
     def report(self, content: object) -> None:
         """Answers the caller."""
@@ -110,7 +112,10 @@ class ChildSession:
         return segment
 
     def fail(self, error: BaseException) -> None:
-        """Sends the record of a failure, then aborts the run: whoever sees the state finds the record."""
+        """Sends the record of the first failure, then aborts the run: whoever sees the state finds the record."""
+        if self.has_failed:
+            return
+        self.has_failed = True
         send(self.connection, Message("failed", ErrorRecord.of(error)))
         if self.state is not None:
             self.state.end(ABORTED)

@@ -20,14 +20,19 @@ _YIELD_NS = 50_000
 
 
 class Doorbell:
-    """One bell in a segment."""
+    """One bell in a segment.
 
-    __slots__ = ("_buffer", "_offset", "_yield_ns")
+    Attributes:
+        yields: Whether its sleeper yields before it sleeps.
+    """
+
+    __slots__ = ("_buffer", "_offset", "_yield_ns", "yields")
 
     def __init__(self, buffer: mmap, offset: int) -> None:
         self._buffer = buffer
         self._offset = offset
         self._yield_ns = _YIELD_NS
+        self.yields = True
 
     def notify(self) -> None:
         """Wakes the sleeper, if there is one: a system call only then. Publish first."""
@@ -47,14 +52,14 @@ class Doorbell:
         return _native.bell_wait(self._buffer, self._offset, key, deadline_ns)
 
     def wait_until(self, look: Callable[[], bool], timeout_s: float) -> bool:
-        """Looks, yields between looks for a while, then sleeps once; True as soon as ``look()`` is.
+        """Having looked in vain: yields between looks for a while, then sleeps once; True as soon as ``look()`` is."""
+        return self.yield_until(look) or self.sleep_until(look, timeout_s)
 
-        Sleeps at most `LONGEST_SLEEP_S`, and returns the last look after it: call it in a loop that checks its peers.
+    def sleep_until(self, look: Callable[[], bool], timeout_s: float) -> bool:
+        """Sleeps once, unless ``look()`` is true by now; returns the last look.
+
+        Sleeps at most `LONGEST_SLEEP_S`: call it in a loop that checks its peers.
         """
-        if look():
-            return True
-        if self._yield(look):
-            return True
         key = self.prepare()
         try:
             found = look()
@@ -70,8 +75,10 @@ class Doorbell:
             self._yield_ns = _YIELD_NS  # so short a sleep: yielding would have met it
         return look()
 
-    def _yield(self, look: Callable[[], bool]) -> bool:
+    def yield_until(self, look: Callable[[], bool]) -> bool:
         """Looks for a while, letting others run in between; for less long each time it was in vain."""
+        if not self.yields:
+            return False
         stop_ns = time.monotonic_ns() + self._yield_ns
         while time.monotonic_ns() < stop_ns:
             os.sched_yield()

@@ -58,15 +58,14 @@ class SlotWriter:
             return self._action_views[0][env]  # indexing makes a NumPy scalar, without a call
         return _Actions(self._action.reader(self._action_views), env)
 
-    def observe(self, env: int, sequence: int, leaves: tuple[Any, ...], episode_start: bool) -> None:
-        """Publishes an observation.
+    def publish(self, write: Callable[[tuple[Any, ...]], int], leaves: tuple[Any, ...]) -> None:
+        """Publishes an observation by ``write``, which says what does not fit exactly.
 
         Raises:
             SpecError: It does not fit the space.
         """
-        if self.native.observe(env, sequence, leaves, episode_start) >= 0:
-            exact = tuple(self._obs.coerce(i, leaf) for i, leaf in enumerate(leaves))
-            unfit = self.native.observe(env, sequence, exact, episode_start)
+        if write(leaves) >= 0:
+            unfit = write(tuple(self._obs.coerce(i, leaf) for i, leaf in enumerate(leaves)))
             if unfit >= 0:
                 raise SpecError(f"{self._obs.describe(unfit)}: cannot be stored, got {_shape_of(leaves[unfit])}")
 
@@ -136,7 +135,8 @@ class EnvStepper:
         """
         first = self.sequence + 1
         try:
-            self._writer.observe(self.index, first, self._writer.leaves(self._reset(seed)), True)
+            leaves = self._writer.leaves(self._reset(seed))
+            self._writer.publish(partial(self._native.observe, self.index, first), leaves)
         except BaseException as error:
             raise RoleFailure(env_index=self.index, step=first, during="reset") from error
         self.sequence = first
@@ -163,15 +163,12 @@ class EnvStepper:
         if self.truncate:
             self.truncate = False
             truncated = truncated or sequence > self._began_sequence
-        ended = terminated or truncated
-        if ended:
+        if terminated or truncated:
             obs = self._end_episode(obs, info)
-        self._native.complete(env, sequence, reward, terminated, truncated, False)
-        sequence += 1
         leaves = (obs,) if writer.is_bare else writer.leaves(obs)
-        if self._native.observe(env, sequence, leaves, ended) >= 0:
-            writer.observe(env, sequence, leaves, ended)
-        self.sequence = sequence
+        if self._native.step(env, sequence, reward, terminated, truncated, False, leaves) >= 0:
+            writer.publish(partial(self._native.step, env, sequence, reward, terminated, truncated, False), leaves)
+        self.sequence = sequence = sequence + 1
         return sequence
 
     def _end_episode(self, obs: Any, info: Any) -> Any:

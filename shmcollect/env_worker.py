@@ -1,11 +1,16 @@
-"""EnvWorker: steps K environments, each whenever it has an action. Imports no torch."""
+"""EnvWorker: steps K environments, each whenever it has an action. Imports no torch.
+
+A process holds one worker, or several in threads of their own: for envs that wait rather than compute.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import queue
 import random
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +41,7 @@ class WorkerPayload:
         first_env: Index of its first env.
         factories: One per env: a callable, or an ``EnvSpec`` for `gymnasium.make`.
         env_seeds: Seed of each env's first reset.
-        global_seed: Seed of the process's global generators.
+        global_seed: Seed of the process's global generators; None if another worker of the process sees to them.
         drop_obs: Dict entries to leave out.
     """
 
@@ -44,7 +49,7 @@ class WorkerPayload:
     first_env: int
     factories: Sequence[Any]
     env_seeds: Sequence[int]
-    global_seed: int
+    global_seed: int | None
     drop_obs: tuple[Any, ...]
 
 
@@ -67,23 +72,66 @@ class JoinMessage:
     rows_worth_telling: int = 1
 
 
-def main(session: ChildSession, payload: WorkerPayload) -> None:
-    """The life of a worker process."""
-    seed_globals(payload.global_seed)
-    pid = os.getpid()
-    envs = make_envs(payload.factories, payload.first_env)
+def main(session: ChildSession, payloads: Sequence[WorkerPayload]) -> None:
+    """The life of a process with these workers."""
+    if payloads[0].global_seed is not None:
+        seed_globals(payloads[0].global_seed)
+    pid, first_env = os.getpid(), payloads[0].first_env
+    envs = make_envs([factory for payload in payloads for factory in payload.factories], first_env)
     try:
-        session.report(distinct_spaces(envs, payload.first_env))
+        session.report(distinct_spaces(envs, first_env))
         message: JoinMessage = session.receive()
         segment = session.attach(message.name, message.run_id)
-        worker = EnvWorker(payload, envs, segment, message)
+        workers = [EnvWorker(payload, _envs_of(payload, envs, first_env), segment, message) for payload in payloads]
         gc.freeze()  # what there is now stays: no use in looking at it again and again
         session.report("joined")
-        worker.run()
+        if len(workers) == 1:
+            _let_inference_first()
+            workers[0].run()
+        else:
+            _run_in_threads(workers, session)
     finally:
         if os.getpid() == pid:  # and not a process that an env forked and that ends here
-            for warning in close_envs(envs, payload.first_env):
+            for warning in close_envs(envs, first_env):
                 session.warn(warning)
+
+
+def _envs_of(payload: WorkerPayload, envs: Sequence[Env], first_env: int) -> Sequence[Env]:
+    start = payload.first_env - first_env
+    return envs[start : start + len(payload.factories)]
+
+
+def _let_inference_first() -> None:
+    """Makes this thread one that never preempts another by waking up.
+
+    One batch answers many envs, so a worker that interrupts inference to step one of them delays all the others.
+    What the envs start is not affected.
+    """
+    os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+
+
+def _run_in_threads(workers: Sequence[EnvWorker], session: ChildSession) -> None:
+    """Runs every worker in a thread of its own until all have ended; the first failure ends the run."""
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def life(worker: EnvWorker) -> None:
+        try:
+            _let_inference_first()
+            worker.run(yields=False)  # the others want the interpreter
+        except BaseException as error:
+            ends.put(error)
+        else:
+            ends.put(None)
+
+    for worker in workers:
+        threading.Thread(target=life, args=(worker,), daemon=True).start()
+    failures = []
+    for _ in workers:
+        if (error := ends.get()) is not None:
+            failures.append(error)
+            session.fail(error)  # so that the others stop: envs are closed when nobody steps them any more
+    if failures:
+        raise failures[0]
 
 
 def seed_globals(seed: int) -> None:
@@ -121,14 +169,16 @@ class EnvWorker:
         self._rollout_length = segment.layout.rollout_length
         self._stride = 1
         self._reset_count = self._state.reset_count
-        self._torch_seeded = "torch" in sys.modules
+        self._seeds_torch_late = payload.global_seed is not None and "torch" not in sys.modules
 
-    def run(self) -> None:
+    def run(self, *, yields: bool = True) -> None:
         """Publishes the first observations, then works until the run ends."""
+        bell = self._state.bells[f"worker {self._index}"]
+        bell.yields = yields
         self._state.mark_running(self._index, True)
         try:
             self.reset_all()
-            run(self, self._state.bells[f"worker {self._index}"], self._state)
+            run(self, bell, self._state)
         finally:
             self._state.mark_running(self._index, False)
 
@@ -178,9 +228,9 @@ class EnvWorker:
             self._reset_count = requested
             for stepper in self._steppers:
                 stepper.truncate = True
-        if not self._torch_seeded and "torch" in sys.modules:
+        if self._seeds_torch_late and "torch" in sys.modules:
             sys.modules["torch"].manual_seed(self._global_seed)
-            self._torch_seeded = True
+            self._seeds_torch_late = False
 
     def _rows_between_notices(self, step_ns: float) -> int:
         """Waking somebody for every single row would cost more than the row, but rows must not wait for a long sweep.

@@ -37,12 +37,14 @@ class Grants:
 
     def draw_to(self, rollouts: Index) -> None:
         """Allows each env so many rollouts in all, as far as the budget goes: one each, then the next each."""
+        if self._total is None:
+            self._drawn = np.maximum(self._drawn, rollouts)
+            return
         drawn = self._drawn.copy()
         while (each := rollouts > drawn).any():
-            if self._total is not None:
-                each &= np.cumsum(each) <= self._total - drawn.sum()
-                if not each.any():
-                    break
+            each &= np.cumsum(each) <= self._total - drawn.sum()
+            if not each.any():
+                break
             drawn += each
         self._drawn = drawn
 

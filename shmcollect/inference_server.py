@@ -137,8 +137,8 @@ class InferenceServer:
         self._sequences = np.empty(limit, np.int64)
         self._policy_versions = np.zeros(limit, np.int64)
         layout, fields = segment.layout, self._rings.fields
-        self._obs_fields, self._action_fields, self._extras_fields = fields["obs"], fields["action"], fields["extras"]
-        self._version_field = layout.index("policy_version")
+        self._obs_fields = fields["obs"]
+        self._answer_fields = (*fields["action"], *fields["extras"], layout.index("policy_version"))
         leaves = (layout.fields[i] for i in self._obs_fields)
         self._staging = [np.empty((limit, *leaf.shape), leaf.dtype) for leaf in leaves]
         self._inputs: dict[int, tuple[list[np.ndarray[Any, Any]], Any]] = {}
@@ -194,15 +194,14 @@ class InferenceServer:
         rows, obs = self._inputs.get(n) or self._make_inputs(n)
         for field, out in zip(self._obs_fields, rows, strict=True):
             native.gather(field, envs, sequences, n, 1, out)
+        versions = self._policy_versions[:n]
         try:
-            action, extras = self._caller(obs, n)
+            values = self._caller(obs, n)
+            if native.scatter(self._answer_fields, envs, sequences, n, (*values, versions)) >= 0:
+                exact = self._caller.exact(values, n)
+                native.scatter(self._answer_fields, envs, sequences, n, (*exact, versions))
         except BaseException as error:
             raise RoleFailure(during="policy", batch_size=n) from error
-        for field, values in zip(self._action_fields, action, strict=True):
-            native.scatter(field, envs, sequences, n, values)
-        for field, values in zip(self._extras_fields, extras, strict=True):
-            native.scatter(field, envs, sequences, n, values)
-        native.scatter(self._version_field, envs, sequences, n, self._policy_versions[:n])
         for worker in native.advance(ACTED, envs, sequences, n, 1):
             self._worker_bells[worker].notify()
         self._next_env = (int(envs[n - 1]) + 1) % self._rings.num_envs

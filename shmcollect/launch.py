@@ -182,20 +182,23 @@ def _inference_payload(request: RunRequest, root: np.random.SeedSequence) -> byt
 def _start_workers(
     supervisor: Supervisor, request: RunRequest, root: np.random.SeedSequence, seeds: list[int]
 ) -> list[Child]:
-    children, first = [], 0
-    for index, count in enumerate(request.config.worker_envs):
-        envs = range(first, first + count)
-        payload = WorkerPayload(
-            index=index,
-            first_env=first,
-            factories=request.factories[first : first + count],
-            env_seeds=seeds[first : first + count],
-            global_seed=worker_seed(root, index),
-            drop_obs=request.drop_obs,
-        )
+    counts, children = request.config.worker_envs, []
+    for workers in request.config.processes:
+        payloads = []
+        for w in workers:
+            first = sum(counts[:w])
+            payload = WorkerPayload(
+                index=w,
+                first_env=first,
+                factories=request.factories[first : first + counts[w]],
+                env_seeds=seeds[first : first + counts[w]],
+                global_seed=worker_seed(root, w) if w == workers[0] else None,
+                drop_obs=request.drop_obs,
+            )
+            payloads.append(payload)
+        envs = range(payloads[0].first_env, payloads[-1].first_env + counts[workers[-1]])
         what = f"create_env_fn (for envs {envs[0]}..{envs[-1]})"
-        children.append(supervisor.start("env worker", pickled(what, payload), index=index, envs=envs))
-        first += count
+        children.append(supervisor.start("env worker", pickled(what, payloads), index=workers[0], envs=envs))
     return children
 
 

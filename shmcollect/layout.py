@@ -9,6 +9,7 @@
              bells     one per worker · inference · learner                                (a cache line each)
              running   one word per worker                                                 (a cache line each)
              counters  one block per role                                                  (padded)
+             latencies a histogram of the time from an observation to its action           (padded)
              observed  worker 0: observed[K], observed_ns[K] │ worker 1: ... │             (padded per worker)
              acted[N]  ·  released[N]  ·  granted[N]                                       (padded)
              weights   latest · schema hash · announcements, one per reader · counts, one per bank
@@ -19,10 +20,10 @@
              banks     bank 0 │ bank 1 │ ...: a flat image of the policy's weights each    (padded to pages)
 
 Single writers: workers write ``observed``, ``observed_ns``, their ``running`` word and the other fields;
-inference writes ``acted``, the acknowledgement, action, extras and policy version; the learner writes ``released``,
-``granted``, the pause, grant and reset counts, the required version, and of the weights everything but the
-announcements, of which each reader writes its own. The run state is set by compare-and-swap by whoever ends the run
-first.
+inference writes ``acted``, the latencies, the acknowledgement, action, extras and policy version; the learner writes
+``released``, ``granted``, the pause, grant and reset counts, the required version, and of the weights everything but
+the announcements, of which each reader writes its own. The run state is set by compare-and-swap by whoever ends the
+run first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from typing import Any
 
 import numpy as np
 
-LAYOUT_VERSION = 1
+from shmcollect.histogram import NUM_BUCKETS
+
+LAYOUT_VERSION = 2
 MAGIC = int.from_bytes(b"SHMCOLCT", "little")
 CACHE_LINE = 128  # bytes; two x86 lines, because the adjacent one is prefetched, and one line of some ARM cores
 ROW_ALIGNMENT = 64  # bytes; a multiple of every item size, so that strided views stay aligned
@@ -156,6 +159,7 @@ class Layout:
     bells: dict[str, int] = field(init=False)
     running: tuple[int, ...] = field(init=False)
     counter_offsets: dict[str, int] = field(init=False)
+    latencies: tuple[int, ...] = field(init=False)
     cursors: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
     description_offset: int = field(init=False)
     field_offsets: tuple[int, ...] = field(init=False)
@@ -170,6 +174,8 @@ class Layout:
         put(self, "bells", {name: cursor.take(8) for name in bells})
         put(self, "running", tuple(cursor.take(8) for _ in self.worker_envs))
         put(self, "counter_offsets", {r: cursor.take(8 * len(names)) for r, names in self.counters.items()})
+        latencies = cursor.take(8 * NUM_BUCKETS)
+        put(self, "latencies", tuple(range(latencies, latencies + 8 * NUM_BUCKETS, 8)))
         put(self, "cursors", self._cursor_offsets(cursor))
         num_words = 2 + self.image_readers + self.num_banks if self.num_banks else 0
         weights_words = [cursor.take(8) for _ in range(num_words)]

@@ -82,6 +82,7 @@ class AsyncLearner:
         self._taken = np.zeros(config.num_envs, np.int64)
         self._next_env = 0
         self._draft: Draft | None = None
+        self._has_room = True  # for steps that have not been granted
         self._began_s = self._batch_s = 0.0
         self._spare = min(1.0, (config.capacity - 1 - reader.length) / reader.length)  # rollouts a ring can go ahead
         self.granted_news = False
@@ -109,16 +110,24 @@ class AsyncLearner:
 
     def nap_s(self) -> float:
         """See `Learner.nap_s`."""
-        return min(_LONGEST_NAP_S, self._batch_s * self._spare / 16)
+        if self._draft is None:
+            return 0.0
+        missing = self._draft.missing / self._draft.size
+        return min(_LONGEST_NAP_S, self._batch_s * max(1 / 8, 3 / 4 * min(missing, self._spare)))
 
     def _grant(self) -> bool:
+        if not self._has_room:
+            return False
         self._grants.draw_to_capacity()
-        return self._grants.publish()
+        granted = self._grants.publish()
+        self._has_room = False
+        return granted
 
     def _take(self, draft: Draft) -> int:
         """Copies and releases at most one rollout of each env; returns how many."""
         envs, starts = (each[: draft.missing] for each in self._acceptable())
         if len(envs):
+            self._has_room = True
             draft.add(envs, starts)
             self._taken[envs] += 1
             self._next_env = (int(envs[-1]) + 1) % self._config.num_envs
@@ -127,6 +136,8 @@ class AsyncLearner:
     def _acceptable(self) -> tuple[Index, Index]:
         """Finished rollouts, without those of envs at their limit as long as others can deliver."""
         envs, starts = self._reader.finished(self._next_env)
+        if len(envs) == 0:
+            return envs, starts
         allowed = self._taken[envs] < self._most_of_one_env
         if allowed.all() or not (allowed.any() or self._others_can_deliver()):
             return envs, starts

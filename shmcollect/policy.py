@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from shmcollect.errors import ConfigError, SpecError
-from shmcollect.spec import Tree
+from shmcollect.spec import Leaf, Tree
+from shmcollect.values import has_nan, inside
 
 Array = np.ndarray[Any, Any]
 _PROBE_ROWS = 2  # one row would hide a policy that squeezes
@@ -120,6 +121,7 @@ class PolicyCaller:
         self._action = action
         self._returns_extras = False
         self._extras: list[ExtrasField] = []
+        self._limits = [(i, limit) for i, leaf in enumerate(action.leaves) if (limit := _limit(leaf)) is not None]
 
     def tensors(self, rows: Sequence[Array]) -> Any:
         """The observation as the policy takes it: nested tensors that share the rows' memory on the CPU."""
@@ -135,10 +137,10 @@ class PolicyCaller:
         self._returns_extras = self._is_pair(result)
         _, extras = self._split(result)
         self._extras = [_extras_field(name, value) for name, value in extras.items()]
-        self._check(result, _PROBE_ROWS)
+        self.exact(self._values(result), _PROBE_ROWS)
         return self._extras
 
-    def __call__(self, obs: Any, n: int) -> tuple[list[Array], list[Array]]:
+    def __call__(self, obs: Any, n: int) -> tuple[Any, ...]:
         """Runs the policy.
 
         Args:
@@ -146,12 +148,27 @@ class PolicyCaller:
             n: Rows.
 
         Returns:
-            Action leaves ``[n, *shape]`` of exactly the space's dtypes, and extras ``[n, *shape]``.
+            Action leaves and extras as the policy gave them, no action out of its range or NaN. Where one is not of
+            exactly the type and shape ``[n, *shape]`` of its field, `exact` makes it so.
 
         Raises:
             SpecError: What the policy returned does not fit.
         """
-        return self._check(self._call(obs), n)
+        values = self._values(self._call(obs))
+        for i, keeps_limit in self._limits:
+            if not keeps_limit(values[i]):
+                return self.exact(values, n)
+        return values
+
+    def exact(self, values: Sequence[Any], n: int) -> tuple[Array, ...]:
+        """Action leaves and extras, each of exactly its field's type and shape.
+
+        Raises:
+            SpecError: One does not fit.
+        """
+        rows = [self._action.check_rows(i, values[i], n) for i in range(len(self._action.leaves))]
+        extras = zip(self._extras, values[len(rows) :], strict=True)
+        return (*rows, *(_extras_rows(field, value, n) for field, value in extras))
 
     def _call(self, obs: Any) -> Any:
         if self._moves:
@@ -175,23 +192,40 @@ class PolicyCaller:
             raise SpecError(f"the policy returned {type(result).__name__}; its first call returned (action, extras)")
         return result
 
-    def _check(self, result: Any, n: int) -> tuple[list[Array], list[Array]]:
+    def _values(self, result: Any) -> tuple[Any, ...]:
+        """The leaves of the action and the extras, in the order of their fields."""
         action, extras = self._split(result)
-        leaves = self._action.flatten(action)
-        rows = [self._action.check_rows(i, _to_numpy(leaf), n) for i, leaf in enumerate(leaves)]
         if len(extras) != len(self._extras):
             expected = [field.name for field in self._extras]
             raise SpecError(f"extras: expected the keys {expected}, got {list(extras)}")
-        return rows, [_extras_rows(field, extras, n) for field in self._extras]
+        leaves = [*self._action.flatten(action)]
+        for field in self._extras:
+            if field.name not in extras:
+                raise SpecError(f"extras: {field.name!r} is missing, got {list(extras)}")
+            leaves.append(extras[field.name])
+        return tuple([_to_numpy(leaf) for leaf in leaves])
 
 
-def _to_numpy(value: Any) -> Array:
+def _limit(leaf: Leaf) -> Callable[[Any], bool] | None:
+    """Whether rows of an action keep what their type does not say: a range, no NaN. None if there is nothing to keep.
+
+    Rows of another type don't: `PolicyCaller.exact` may know better.
+    """
+    dtype, low, high = leaf.dtype, leaf.low, leaf.high
+    if low is not None:
+        return lambda rows: isinstance(rows, np.ndarray) and rows.dtype == dtype and inside(rows, low, high)
+    if dtype.kind == "f":
+        return lambda rows: isinstance(rows, np.ndarray) and rows.dtype == dtype and not has_nan(rows)
+    return None
+
+
+def _to_numpy(value: Any) -> Any:
+    """A tensor as an array; what is no tensor stays as it is, for whoever checks it."""
     if not isinstance(value, torch.Tensor):
-        return np.asarray(value)
+        return value
     if value.dtype == torch.bfloat16:  # NumPy has none; float32 holds every value of it
         value = value.float()
-    rows: Array = value.numpy(force=True)
-    return rows
+    return value.numpy(force=True)
 
 
 def _extras_field(name: object, value: Any) -> ExtrasField:
@@ -206,10 +240,9 @@ def _extras_field(name: object, value: Any) -> ExtrasField:
     return ExtrasField(name, rows.dtype, rows.shape[1:])
 
 
-def _extras_rows(field: ExtrasField, extras: Mapping[str, Any], n: int) -> Array:
-    if field.name not in extras:
-        raise SpecError(f"extras: {field.name!r} is missing, got {list(extras)}")
-    rows = _to_numpy(extras[field.name])
+def _extras_rows(field: ExtrasField, rows: Any, n: int) -> Array:
+    if not isinstance(rows, np.ndarray):
+        raise SpecError(f"extras[{field.name!r}]: expected a tensor, got {type(rows).__name__}")
     if rows.shape != (n, *field.shape) or rows.dtype != field.dtype:
         raise SpecError(
             f"extras[{field.name!r}]: expected shape {(n, *field.shape)}, dtype {field.dtype}; "

@@ -47,6 +47,7 @@ class Rings:
             groups=layout.groups,
             running=np.array(layout.running, dtype=np.int64),
             grant_count=layout.words["grant_count"],
+            latencies=np.array(layout.latencies, dtype=np.int64),
             fields=tuple(
                 (offset, layout.env_stride(each), each.row_bytes, each.format, each.shape)
                 for offset, each in zip(layout.field_offsets, layout.fields, strict=True)

@@ -88,9 +88,10 @@ class RolloutReader:
 
     def _ends(self, columns: list[Array], envs: Index, starts: Index, first_rollout: int) -> _Ends | None:
         """What is kept of the episodes that ended in these rollouts."""
-        rollout, step = np.nonzero(columns[_TERMINATED] | columns[_TRUNCATED])
-        if len(rollout) == 0:
+        ends = np.flatnonzero(columns[_TERMINATED] | columns[_TRUNCATED])
+        if len(ends) == 0:
             return None
+        rollout, step = np.divmod(ends, self.length)
         ended, at, fields = envs[rollout], starts[rollout] + step, self.rings.fields
         final = [self.rows(field, ended, at) for field in fields["final_obs"]]
         records = zip(ended.tolist(), self.rows(fields["episode"][0], ended, at).tolist(), strict=True)
@@ -99,7 +100,9 @@ class RolloutReader:
             Episode(env, total, int(length), seconds)
             for env, (total, length, seconds) in itertools.compress(records, whole)
         ]
-        return _Ends(np.stack((rollout + first_rollout, step), 1), final, episodes)
+        index = np.empty((len(ends), 2), np.int64)
+        index[:, 0], index[:, 1] = rollout + first_rollout, step
+        return _Ends(index, final, episodes)
 
     def _batch(self, columns: list[Array], following: list[Array], envs: Index, ends: list[_Ends]) -> Batch:
         tensors = [torch.from_numpy(column) for column in columns]

@@ -35,7 +35,6 @@ def run(role: Role, bell: Doorbell, state: RunState) -> None:
     published_ns = 0
     while state.is_running():
         if not role.do_work():
-            role.counters.publish()
             counts["waiting_ns"] += _wait_for_work(role, bell, state)
         now_ns = time.monotonic_ns()
         if now_ns - published_ns >= _PUBLISH_NS:
@@ -56,5 +55,7 @@ def _wait_for_work(role: Role, bell: Doorbell, state: RunState) -> int:
             return True
         return math.isinf(patience_s) and not math.isinf(role.patience_s())  # then this sleep may be too long
 
-    bell.wait_until(look, min(patience_s, LONGEST_SLEEP_S))
+    if not bell.yield_until(look):
+        role.counters.publish()
+        bell.sleep_until(look, min(patience_s, LONGEST_SLEEP_S))
     return looked_ns - started_ns

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from shmcollect import _native
 from shmcollect.counters import Counters
+from shmcollect.histogram import quantile_s
 from shmcollect.segment import Segment
 
 
@@ -16,10 +18,12 @@ def read_stats(segment: Segment) -> dict[str, Any]:
         ``frames``, ``batches``, ``episodes`` (delivered to the learner), ``inference_batches``,
         ``mean_inference_batch`` (rows), ``policy_version``, ``policy_lag`` (``mean`` and ``max`` over the frames
         delivered: the learner's version at that time minus the version that acted), ``workers`` (one dict each),
-        ``inference`` and ``learner``, each with ``busy_s`` and ``waiting_s`` beside its own counts, and
-        ``segment_bytes``.
+        ``inference`` and ``learner``, each with ``busy_s`` and ``waiting_s`` beside its own counts,
+        ``action_latency_s`` (``p50`` and ``p99`` of the time from an observation to its action, to an eighth; None
+        before the first), and ``segment_bytes``.
     """
     roles = {role: _role(Counters(segment, role).read()) for role in segment.layout.counters}
+    latencies = [_native.load(segment.buffer, at) for at in segment.layout.latencies]
     inference, learner = roles["inference"], roles["learner"]
     return {
         "frames": learner["frames"],
@@ -35,6 +39,7 @@ def read_stats(segment: Segment) -> dict[str, Any]:
         "workers": [roles[f"worker {w}"] for w in range(segment.layout.num_workers)],
         "inference": inference,
         "learner": learner,
+        "action_latency_s": {"p50": quantile_s(latencies, 0.5), "p99": quantile_s(latencies, 0.99)},
         "segment_bytes": segment.layout.size_bytes,
     }
 

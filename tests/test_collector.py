@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,59 @@ def test_env_workers_import_no_torch_use_one_thread_and_make_the_envs_there() ->
         ]
         assert len(set(obs[:, 0, 4].tolist())) == 4 and len(set(obs[:, 0, 5].tolist())) == 4
     assert torch.get_num_threads() == before
+
+
+def test_workers_that_share_a_process_step_their_envs_at_the_same_time() -> None:
+    def together() -> Any:
+        import threading
+
+        barrier = threading.Barrier(4, timeout=30)
+
+        class Together(Probe):
+            def step(self, action: Any) -> Any:
+                barrier.wait()  # passes only if all four are in a step
+                return super().step(action)
+
+        return Together
+
+    class Lazily:
+        """Makes the class, with its barrier, once per process."""
+
+        made: Any = None
+
+        def __call__(self) -> Any:
+            if Lazily.made is None:
+                Lazily.made = together()
+            return Lazily.made()
+
+    with make(Lazily(), zeros, num_workers=4, workers_per_process=4) as collector:
+        obs = collector.next_batch().obs
+        assert len(collector._supervisor.children) == 2
+        assert len(set(obs[..., 0].flatten().tolist())) == 1, "one process"
+        assert [worker["steps"] > 0 for worker in collector.stats()["workers"]] == [True] * 4
+
+
+def test_a_failure_in_one_thread_of_a_process_names_its_env_and_closes_all(tmp_path: Path) -> None:
+    class Fails(Counter):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+
+        def step(self, action: Any) -> Any:
+            if self.index == 2 and self.steps > 20:
+                raise ArithmeticError("two is odd")
+            return super().step(action)
+
+        def close(self) -> None:
+            (tmp_path / str(self.index)).touch()
+
+    factories = [partial(Fails, i) for i in range(4)]
+    collector = make(factories, num_envs=None, num_workers=4, workers_per_process=2)
+    with pytest.raises(EnvWorkerError, match="two is odd") as raised:
+        for _ in collector:
+            pass
+    assert raised.value.details["env_index"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
 
 
 def test_global_generators_and_actions_are_the_same_from_run_to_run() -> None:

@@ -95,11 +95,19 @@ def test_a_batch_of_inference_defaults_to_all_envs() -> None:
         {"server_timeout": 0},
         {"server_timeout": math.inf, "startup_timeout": math.inf},
         {"total_frames": 1},
+        {"num_workers": 4, "workers_per_process": 3},
+        {"workers_per_process": 1000},
     ],
 )
 def test_extremes_that_work_are_taken(kwargs: dict[str, Any]) -> None:
     made = build(**kwargs)
     assert all(getattr(made, name) == value for name, value in kwargs.items())
+
+
+def test_workers_share_processes_in_order() -> None:
+    shared = build(num_envs=8, num_workers=7, workers_per_process=3)
+    assert shared.processes == (range(3), range(3, 6), range(6, 7))
+    assert build(num_envs=8, num_workers=3).processes == (range(1), range(1, 2), range(2, 3))
 
 
 # ---- what is refused

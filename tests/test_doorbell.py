@@ -162,7 +162,7 @@ def test_yielding_in_vain_is_given_up_and_taken_up_again(bell: Doorbell, monkeyp
     assert yields == 0
     for _ in range(1000):  # rung while about to sleep: such a short sleep that yielding pays
         looks = count()
-        bell.wait_until(lambda looks=looks: next(looks) == 1 and bell.notify(), PATIENCE_S)
+        bell.wait_until(lambda looks=looks: next(looks) == 0 and bell.notify(), PATIENCE_S)
         if yields:
             break
     assert yields > 0

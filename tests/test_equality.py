@@ -121,6 +121,7 @@ def test_any_combination_equals_a_plain_loop(data: st.DataObject) -> None:
         data.draw(st.integers(1, 8), "batches"),
         num_envs=num_envs,
         num_workers=data.draw(st.integers(1, min(3, num_envs)), "num_workers"),
+        workers_per_process=data.draw(st.integers(1, 3), "workers_per_process"),
         frames_per_batch=rollouts * length,
         rollout_length=length,
         capacity=data.draw(st.none() | st.integers(length + 1, 4 * length + 3), "capacity"),

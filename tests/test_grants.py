@@ -129,7 +129,7 @@ def test_inference_sees_a_grant_whole_or_not_at_all(monkeypatch: pytest.MonkeyPa
     """While only some envs have been granted their steps, the scan finds nothing to do."""
     with rings_of(3) as rings:
         for env in range(3):
-            assert rings.native.observe(env, 0, (np.array(7, np.uint8),), True) == -1
+            assert rings.native.observe(env, 0, (np.array(7, np.uint8),)) == -1
         envs, sequences = np.empty(3, np.int64), np.empty(3, np.int64)
         seen: list[tuple[int, int]] = []
 

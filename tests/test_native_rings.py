@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmcollect import _native
+from shmcollect.histogram import NUM_BUCKETS, lower_edge_ns
 from shmcollect.layout import STEP_FIELDS, Field, Layout, slot_fields
 
 ACTED, GRANTED, OBSERVED, RELEASED = _native.ACTED, _native.GRANTED, _native.OBSERVED, _native.RELEASED
@@ -62,6 +63,7 @@ class Memory:
             "groups": layout.groups,
             "running": np.array(layout.running, np.int64),
             "grant_count": layout.words["grant_count"],
+            "latencies": np.array(layout.latencies, np.int64),
             "fields": tuple(
                 (at, layout.env_stride(each), each.row_bytes, each.format, each.shape)
                 for at, each in zip(layout.field_offsets, layout.fields, strict=True)
@@ -111,6 +113,7 @@ class Memory:
 def memory() -> Memory:
     memory = Memory()
     memory.scribble(1)
+    memory.words[memory.layout.cursors[OBSERVED][2] // 8] = 1  # so that env 2 may step
     return memory
 
 
@@ -163,6 +166,12 @@ def test_rings_keep_their_memory_and_give_it_back() -> None:
     ("name", "value", "error"),
     [
         ("buffer", None, TypeError),
+        ("latencies", None, TypeError),
+        ("latencies", np.zeros(0, np.int64), ValueError),
+        ("latencies", ints(-8), ValueError),
+        ("latencies", ints(12), ValueError),
+        ("latencies", ints(2**62), ValueError),
+        ("latencies", np.zeros(2, np.int32), ValueError),
         ("buffer", bytearray(8), ValueError),
         ("buffer", np.zeros((64, 4096), np.uint8)[:, :2048], NOT_CONTIGUOUS),
         ("num_envs", 0, ValueError),
@@ -315,15 +324,15 @@ def good_calls(memory: Memory) -> dict[str, tuple[Any, ...]]:
         "acted": (0, 3),
         "finished": (1, 0, np.empty(3, np.int64), np.empty(3, np.int64)),
         "gather": (memory.index("action"), envs, sequences, 2, 1, np.empty(2, np.int64)),
-        "scatter": (memory.index("action"), envs, sequences, 2, ints(5, 6)),
+        "scatter": ((memory.index("action"),), envs, sequences, 2, (ints(5, 6),)),
         "advance": (ACTED, envs, sequences, 2, 1),
         "write": (memory.index("action"), 0, 0, ints(5).reshape(())),
-        "complete": (0, 0, 1.0, True, False, False),
-        "observe": (0, 0, memory.obs(), True),
+        "observe": (0, 0, memory.obs()),
+        "step": (2, 0, 1.0, True, False, False, memory.obs()),
     }
 
 
-WRITING = ("scatter", "advance", "write", "complete", "observe")
+WRITING = ("scatter", "advance", "write", "observe", "step")
 methods = pytest.mark.parametrize("name", good_calls(Memory()))
 
 
@@ -367,15 +376,18 @@ MISFITS: list[tuple[str, int, Any, Any]] = [
     *(("acted", 1, count, IndexError) for count in (-1, 4, 2**63 - 1)),
     *(("finished", 0, length, IndexError) for length in (0, -1, 4, 2**62)),  # a capacity of 4 holds 3 and a successor
     *(("finished", 1, start, IndexError) for start in (-1, 3, 2**62)),
-    *((method, 0, field, IndexError) for method in ("gather", "scatter", "write") for field in (-1, 99, 2**62)),
+    *((method, 0, field, IndexError) for method in ("gather", "write") for field in (-1, 99, 2**62)),
+    *(("scatter", 0, (field,), IndexError) for field in (-1, 99, 2**62)),
+    *(("scatter", 0, fields, TypeError) for fields in (None, 7, [7], (), (7, 7), ("7",))),
+    *(("scatter", 4, values, TypeError) for values in (None, ints(5, 6), [ints(5, 6)], (), (ints(5, 6), ints(5, 6)))),
     *((method, 3, count, ValueError) for method in ("gather", "scatter", "advance") for count in (-1, 3, 2**62)),
     *(("gather", 4, length, ValueError) for length in (0, -1, 5, 2**62)),
     *(("advance", 0, which, ValueError) for which in (-1, 4, 2**62)),
     *(("advance", 4, step, ValueError) for step in (-1, 5, 2**62)),
     *(("write", 1, env, IndexError) for env in (-1, 3, 2**62)),
     *(("write", 2, sequence, ValueError) for sequence in (-1, -(2**63), 2**63 - 1)),
-    *((method, 0, env, IndexError) for method in ("complete", "observe") for env in (-1, 3, 2**62)),
-    *((method, 1, sequence, ValueError) for method in ("complete", "observe") for sequence in (-1, 2**63 - 1)),
+    *((method, 0, env, IndexError) for method in ("step", "observe") for env in (-1, 3, 2**62)),
+    *((method, 1, sequence, ValueError) for method in ("step", "observe") for sequence in (-1, 2**63 - 1)),
     # index arrays
     *(
         (method, position, array, error)
@@ -424,7 +436,7 @@ MISFITS: list[tuple[str, int, Any, Any]] = [
     # rows
     *(
         (method, at, wrong, error)
-        for method, at in (("gather", 5), ("scatter", 4))
+        for method, at in (("gather", 5),)
         for wrong, error in [
             (np.zeros(1, np.int64), ValueError),
             (np.zeros(3, np.int64), ValueError),
@@ -441,8 +453,12 @@ MISFITS: list[tuple[str, int, Any, Any]] = [
     ),
     ("gather", 5, bytes(16), NOT_WRITABLE),
     # values
-    *(("complete", 2, reward, TypeError) for reward in ("1", None, ints(1, 2))),
-    *(("observe", 2, leaves, TypeError) for leaves in (None, [], (), (1,), (1, 2, 3, 4))),
+    *(("step", 2, reward, TypeError) for reward in ("1", None, ints(1, 2))),
+    *(
+        (method, at, leaves, TypeError)
+        for method, at in (("observe", 2), ("step", 6))
+        for leaves in (None, [], (), (1,), (1, 2, 3, 4))
+    ),
 ]
 
 
@@ -619,7 +635,22 @@ def test_advance_sets_cursors_and_returns_each_touched_group_once(
     expected = [max((base + at + step for env, at in rows if env == each), default=base) for each in range(3)]
     assert memory.get(which).tolist() == expected
     memory.set(which, base)
+    counted = memory.words[np.array(memory.layout.latencies) // 8]
+    assert counted.sum() == (len(rows) if which == ACTED else 0)
+    memory.words[np.array(memory.layout.latencies) // 8] = 0
     assert (memory.bytes == before).all(), "something else was written"
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2))
+def test_acting_counts_how_long_the_row_has_waited(latency_ns: int, env: int) -> None:
+    memory = Memory()
+    before_ns = time.monotonic_ns()
+    memory.set(OBSERVED_NS, before_ns - latency_ns)
+    memory.rings.advance(ACTED, ints(env), ints(0), 1, 1)
+    most_ns = time.monotonic_ns() - before_ns + latency_ns
+    (bucket,) = np.flatnonzero(memory.words[np.array(memory.layout.latencies) // 8])
+    assert bucket == 0 or lower_edge_ns(int(bucket)) <= most_ns
+    assert bucket == NUM_BUCKETS - 1 or latency_ns < lower_edge_ns(int(bucket) + 1)
 
 
 @pytest.mark.parametrize(
@@ -679,16 +710,52 @@ def test_scatter_copies_what_numpy_would(field: int, rows: list[tuple[int, int]]
     each = memory.layout.fields[field]
     values = random_values(each, len(rows), seed)
     envs, sequences = ints(*(env for env, _ in rows)), ints(*(sequence for _, sequence in rows))
-    assert memory.rings.scatter(field, envs, sequences, len(rows), values) is None
-    for env, sequence, value in zip(envs, sequences, values, strict=True):
-        model.view(field)[env, sequence % model.capacity] = value
+    other = random_values(memory.layout.fields[0], len(rows), seed + 1)
+    assert memory.rings.scatter((field, 0), envs, sequences, len(rows), (values, other)) == -1
+    for number, column in ((field, values), (0, other)):
+        for env, sequence, value in zip(envs, sequences, column, strict=True):
+            model.view(number)[env, sequence % model.capacity] = value
     assert (memory.bytes == model.bytes).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros(1, np.int64),
+        np.zeros(3, np.int64),
+        np.zeros((2, 1), np.int64),
+        np.zeros((), np.int64),
+        np.zeros(2, np.int32),
+        np.zeros(2, np.float64),
+        np.zeros(2, np.uint64),
+        np.zeros(2, ">i8"),
+        np.zeros(2, "M8[s]"),
+        bytearray(16),
+        np.zeros(4, np.int64)[::2],
+        [0, 0],
+        None,
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.usefixtures("unchanged")
+def test_scatter_names_the_first_array_that_does_not_fit_and_writes_nothing(
+    memory: Memory, wrong: Any, position: int
+) -> None:
+    action, version = memory.index("action"), memory.index("policy_version")
+    values: list[Any] = [ints(5, 6)] * 3
+    values[position:] = [wrong] * (3 - position)
+    arguments = (action, version, action), ints(0, 2), ints(0, 0), 2
+    assert memory.rings.scatter(*arguments, tuple(values)) == position
+
+
+def test_scatter_writes_no_fields_at_all(memory: Memory) -> None:
+    assert memory.rings.scatter((), ints(0), ints(0), 1, ()) == -1
 
 
 def test_only_the_first_count_rows_of_index_arrays_are_looked_at(memory: Memory) -> None:
     action = memory.index("action")
     envs, sequences = ints(1, 99), ints(2, -5)
-    memory.rings.scatter(action, envs, sequences, 1, ints(77))
+    memory.rings.scatter((action,), envs, sequences, 1, (ints(77),))
     assert memory.view(action)[1, 2] == 77
     out = ints(0)
     memory.rings.gather(action, envs, sequences, 1, 1, out)
@@ -709,7 +776,7 @@ def test_scattering_over_the_index_array_itself_writes_nothing_but_its_rows(memo
     action = memory.index("action")
     envs = memory.view(action)[0]  # the ring of env 0, four numbers
     envs[:] = 0, 0, 0, 2
-    memory.rings.scatter(action, envs, ints(3, 2, 1, 0), 4, np.full(4, 2**40))
+    memory.rings.scatter((action,), envs, ints(3, 2, 1, 0), 4, (np.full(4, 2**40),))
     assert envs.tolist() == [0, 2**40, 2**40, 2**40]
     assert memory.view(action)[2, 0] == 2**40
 
@@ -800,13 +867,20 @@ def test_a_buffer_that_raises_is_heard(memory: Memory) -> None:
     st.floats(width=32) | st.sampled_from([1e300, -1e300, 5e-324]) | st.integers(-(10**30), 10**30),
     st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
-def test_complete_writes_reward_and_flags_and_nothing_else(
+def test_a_step_writes_what_it_brought_and_the_next_observation_and_nothing_else(
     env: int, sequence: int, reward: float, flags: tuple[bool, bool, bool]
 ) -> None:
-    memory, model = Memory(), Memory()
+    memory, model, following = Memory(), Memory(), Memory()
     memory.scribble(0)
-    model.bytes[:] = memory.bytes
-    assert memory.rings.complete(env, sequence, reward, *flags) is None
+    memory.set(OBSERVED, sequence + 1)
+    model.bytes[:] = following.bytes[:] = memory.bytes
+    assert memory.rings.step(env, sequence, reward, *flags, memory.obs(1)) == -1
+    following.rings.observe(env, sequence + 1, memory.obs(1))
+    following.view(model.index("episode_start"))[env, (sequence + 1) % model.capacity] = flags[0] or flags[1]
+    observed_ns = memory.layout.cursors[OBSERVED_NS][env] // 8
+    following.words[observed_ns] = memory.words[observed_ns]
+    changed = following.bytes != model.bytes
+    model.bytes[changed] = following.bytes[changed]
     with np.errstate(over="ignore", under="ignore"):
         values = (np.float32(reward), *flags)
     for kind, value in zip(("reward", "terminated", "truncated", "interrupted"), values, strict=True):
@@ -819,7 +893,8 @@ def test_complete_writes_reward_and_flags_and_nothing_else(
 
 
 def test_flags_are_any_truth_value(memory: Memory) -> None:
-    memory.rings.complete(1, 0, np.float64(2.5), np.True_, [], "yes")
+    memory.set(OBSERVED, 1)
+    memory.rings.step(1, 0, np.float64(2.5), np.True_, [], "yes", memory.obs())
     values = [memory.view(memory.index(k))[1, 0] for k in ("reward", "terminated", "truncated", "interrupted")]
     assert values == [2.5, True, False, True]
     raw = memory.view(memory.index("terminated")).view(np.uint8)[1, 0]
@@ -828,30 +903,30 @@ def test_flags_are_any_truth_value(memory: Memory) -> None:
 
 @pytest.mark.parametrize("position", [3, 4, 5])
 @pytest.mark.usefixtures("unchanged")
-def test_complete_writes_no_flag_when_one_of_them_raises(memory: Memory, position: int) -> None:
+def test_a_step_writes_no_flag_when_one_of_them_raises(memory: Memory, position: int) -> None:
     for others in (True, False):
-        arguments: list[Any] = [0, 0, 1.0, others, others, others]
+        arguments: list[Any] = [2, 0, 1.0, others, others, others, memory.obs()]
         arguments[position] = Refuses()
         with pytest.raises(ArithmeticError):
-            memory.rings.complete(*arguments)
+            memory.rings.step(*arguments)
 
 
-@given(st.integers(0, 2), SEQUENCES, st.booleans(), st.integers(0, 2**32))
-def test_observe_writes_every_leaf_and_then_publishes(env: int, sequence: int, episode_start: bool, seed: int) -> None:
+@given(st.integers(0, 2), SEQUENCES, st.integers(0, 2**32))
+def test_observe_writes_every_leaf_and_then_publishes(env: int, sequence: int, seed: int) -> None:
     memory, model = Memory(), Memory()
     memory.scribble(seed)
     memory.set(OBSERVED, sequence)
     model.bytes[:] = memory.bytes
     obs = memory.obs(seed)
     before_ns = time.monotonic_ns()
-    assert memory.rings.observe(env, sequence, obs, episode_start) == -1
+    assert memory.rings.observe(env, sequence, obs) == -1
     observed_ns = memory.rings.cursor(OBSERVED_NS, env)
     assert before_ns <= observed_ns <= time.monotonic_ns()
     slot = sequence % model.capacity
     for field, value in zip(model.leaves, obs, strict=True):
         model.view(field)[env, slot] = value
     model.view(model.index("sequence"))[env, slot] = sequence
-    model.view(model.index("episode_start"))[env, slot] = episode_start
+    model.view(model.index("episode_start"))[env, slot] = True
     model.words[model.layout.cursors[OBSERVED][env] // 8] = sequence + 1
     model.words[model.layout.cursors[OBSERVED_NS][env] // 8] = observed_ns
     assert (memory.bytes == model.bytes).all()
@@ -864,13 +939,13 @@ def test_an_observation_that_does_not_fit_is_named_and_not_published(memory: Mem
     wrong[unfit + 1 :] = [None] * (2 - unfit)  # the first misfit is the one that is named
     model = Memory()
     model.bytes[:] = memory.bytes
-    assert memory.rings.observe(1, 0, tuple(wrong), True) == unfit
+    assert memory.rings.observe(1, 0, tuple(wrong)) == unfit
     assert memory.rings.cursor(OBSERVED, 1) == 0
     assert memory.view(memory.index("sequence"))[1, 0] == -1, "the slot says that it is being written"
     for field in (memory.index("sequence"), *memory.leaves[:unfit]):
         model.view(field)[1, 0] = memory.view(field)[1, 0]
     assert (memory.bytes == model.bytes).all(), "more was written than this slot's leaves"
-    assert memory.rings.observe(1, 0, memory.obs(), True) == -1, "the right value may follow"
+    assert memory.rings.observe(1, 0, memory.obs()) == -1, "the right value may follow"
     assert memory.rings.cursor(OBSERVED, 1) == 1
 
 
@@ -879,14 +954,14 @@ def test_an_observation_out_of_turn_is_refused(memory: Memory, sequence: int) ->
     memory.set(OBSERVED, 2)
     before = memory.bytes.copy()
     with pytest.raises(ValueError, match=re.escape(f"observation {sequence} published out of turn (observed=2)")):
-        memory.rings.observe(0, sequence, memory.obs(), False)
+        memory.rings.observe(0, sequence, memory.obs())
     assert (memory.bytes == before).all()
 
 
 def test_a_step_may_have_no_leaves_at_all() -> None:
     memory = Memory()
     rings = _native.Rings(**{**memory.arguments(), "leaves": ()})
-    assert rings.observe(0, 0, (), True) == -1
+    assert rings.observe(0, 0, ()) == -1
     assert rings.cursor(OBSERVED, 0) == 1
 
 
@@ -900,7 +975,7 @@ def test_a_whole_life_of_slots_round_the_ring(start: int, capacity: int, length:
     memory.words[memory.layout.running[0] // 8] = 1
     env, out, at = ints(0), ints(0), ints(0)
     read: list[int] = []
-    rings.observe(0, start, memory.obs(0), True)
+    rings.observe(0, start, memory.obs(0))
     for step in range(12):
         sequence = start + step
         if rings.cursor(GRANTED, 0) == sequence:
@@ -909,12 +984,11 @@ def test_a_whole_life_of_slots_round_the_ring(start: int, capacity: int, length:
             rings.advance(GRANTED, env, ints(granted), 1, 0)
         assert rings.scan(0, 1, out, at)[0] == 1
         assert at[0] == sequence
-        rings.scatter(action, env, at, 1, ints(sequence))
+        rings.scatter((action,), env, at, 1, (ints(sequence),))
         assert rings.advance(ACTED, env, at, 1, 1) == [0]
         assert rings.acted(0, 1) == [0]
         assert rings.scan(0, 1, out, at)[0] == 0
-        rings.complete(0, sequence, step, False, False, False)
-        assert rings.observe(0, sequence + 1, memory.obs(step + 1), False) == -1
+        assert rings.step(0, sequence, step, False, False, False, memory.obs(step + 1)) == -1
         if rings.finished(length, 0, out, at):
             first = int(at[0])
             assert first == start + len(read)

@@ -183,6 +183,7 @@ def test_what_a_role_has_counted_is_published_before_it_sleeps(segment: Segment)
             state.end(STOPPING)
         return 0
 
+    bell.yields = False
     role = Role(segment, work)
     run(role, bell, state)
     assert seen == [1] and reader.read()["rows"] == 2

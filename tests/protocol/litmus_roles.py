@@ -168,7 +168,7 @@ class Worker(Role):
         actions = self.rings.view(self.rings.fields["action"][0])
         for env in range(run.num_envs):
             row.fill(stamp(env, run.start))
-            self.native.observe(env, run.start, (row,), True)
+            self.native.observe(env, run.start, (row,))
         self.notify("inference")
         left = run.num_envs * run.steps
         while left and self.wait("worker 0", self._look):
@@ -181,9 +181,8 @@ class Worker(Role):
                     row.fill(stamp(env, sequence))
                     self.native.write(final, env, sequence, row)
                 row.fill(stamp(env, sequence + 1))
-                self.native.complete(env, sequence, sequence % 1000, ended, False, False)
                 seen = actions[env, sequence % run.capacity].copy()
-                self.native.observe(env, sequence + 1, (row,), ended)
+                self.native.step(env, sequence, sequence % 1000, ended, False, False, (row,))
                 self.findings.check(seen[None], np.array([stamp(env, sequence)]))
             left -= len(wanted)
             self.notify("inference")
@@ -206,9 +205,9 @@ class Inference(Role):
         while left and (n := self.wait("inference", self._look)):
             stamps = stamp(self.envs[:n], self.sequences[:n])
             self.findings.check(self.gather("obs", n, 1), stamps)
-            self.native.scatter(action, self.envs, self.sequences, n, np.repeat(stamps, 2))
-            self.native.scatter(extras, self.envs, self.sequences, n, np.repeat(stamps, 4))
-            self.native.scatter(version, self.envs, self.sequences, n, stamps)
+            values = np.repeat(stamps, 2).reshape(n, 2), np.repeat(stamps, 4).reshape(n, 4), stamps
+            unfit = self.native.scatter((action, extras, version), self.envs, self.sequences, n, values)
+            self.findings.check(np.array([[unfit]]), np.array([-1]))
             self.native.advance(ACTED, self.envs, self.sequences, n, 1)
             self._start = (int(self.envs[n - 1]) + 1) % run.num_envs
             left -= n

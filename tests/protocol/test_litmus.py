@@ -128,7 +128,7 @@ rings = Rings(Segment.attach(sys.argv[2], writable=True))
 row, sequence = np.empty(int(sys.argv[3]), np.int64), 0
 while True:
     row.fill(stamp(0, sequence))
-    rings.native.observe(0, sequence, (row,), False)
+    rings.native.observe(0, sequence, (row,))
     sequence += 1
 """
 
