@@ -143,13 +143,22 @@ def load(path: Path) -> Record:
 
 def _title(record: Record) -> str:
     settings = record["settings"]
-    workers = "" if settings["num_workers"] is None else f", {settings['num_workers']} workers"
-    if settings["workers_per_process"] is not None:
-        workers += f" in processes of {settings['workers_per_process']}"
     return (
-        f"{settings['workload']}, {settings['num_envs']} envs{workers}:"
+        f"{settings['workload']}, {settings['num_envs']} envs{_options(settings)}:"
         f" {settings['repeats']} x {settings['seconds']:g} s"
     )
+
+
+def _options(settings: Record) -> str:
+    """What the collector was given beside its defaults."""
+    options = {
+        "num_workers": "{} workers",
+        "workers_per_process": "{} per process",
+        "min_batch_size": "batches of at least {}",
+        "max_batch_size": "at most {}",
+    }
+    given = [form.format(settings[name]) for name, form in options.items() if settings[name] is not None]
+    return "".join(f", {each}" for each in given)
 
 
 def _conditions(record: Record) -> str:
