@@ -260,6 +260,8 @@ def record(plot=None):
         "num_envs": 4,
         "num_workers": None,
         "workers_per_process": None,
+        "min_batch_size": None,
+        "max_batch_size": None,
         "repeats": 2,
         "seconds": 1.0,
         "contenders": ["ours", "ideal", "async"],
