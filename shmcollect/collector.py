@@ -17,7 +17,7 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 
 from shmcollect.batch import Batch
-from shmcollect.config import CollectorConfig, check_duration, check_int
+from shmcollect.config import CollectorConfig, OnFailure, check_duration, check_int
 from shmcollect.counters import Counters
 from shmcollect.doorbell import LONGEST_SLEEP_S
 from shmcollect.envs import EnvFactory, resolve_factories
@@ -30,6 +30,7 @@ from shmcollect.rollouts import RolloutReader
 from shmcollect.run_state import STOPPING
 from shmcollect.segment import check_name, new_name
 from shmcollect.stats import read_stats
+from shmcollect.watch import Restart, Watch
 from shmcollect.weight_sync import Weights, scheme_class
 
 
@@ -74,6 +75,15 @@ class AsyncBatchedCollector:
         weight_sync: How `update_policy_weights_` sends weights: ``"shared_memory"``; ``"multiprocess"``, slower, for
             modules whose tensors change their shapes; ``"none"``; or a name registered with
             `shmcollect.weight_sync.register_scheme`.
+        on_worker_failure: What follows when a child fails, dies or takes too long. ``"raise"``: everything is closed
+            and the error raised. ``"restart"``: a new process takes its place. The episodes of a worker's envs end with
+            a row marked ``interrupted`` each, and new envs go on with seeds of their own; inference goes on with the
+            newest weights, and no step is lost. It is found out, and acted upon, in the methods of the collector.
+        max_restarts: Processes that may be replaced within ``restart_window_s`` seconds; the next failure is raised.
+        restart_window_s: See there.
+        step_timeout: Seconds an env may take for a step; None: as long as it takes. A worker whose env takes longer has
+            failed. It costs every step a little.
+        reset_timeout: The same for a reset.
         startup_timeout: Seconds the children may take to get ready, for each stage of the start.
 
     Raises:
@@ -108,6 +118,11 @@ class AsyncBatchedCollector:
         final_obs: bool = True,
         drop_obs: Sequence[Any] = (),
         weight_sync: str = "shared_memory",
+        on_worker_failure: OnFailure = "raise",
+        max_restarts: int = 10,
+        restart_window_s: float = 600.0,
+        step_timeout: float | None = None,
+        reset_timeout: float | None = None,
         startup_timeout: float = 60.0,
     ) -> None:
         check_policy_arguments(policy, policy_factory)
@@ -126,6 +141,11 @@ class AsyncBatchedCollector:
             capacity=capacity,
             zero_copy=zero_copy,
             final_obs=final_obs,
+            on_worker_failure=on_worker_failure,
+            max_restarts=max_restarts,
+            restart_window_s=restart_window_s,
+            step_timeout=step_timeout,
+            reset_timeout=reset_timeout,
             startup_timeout=startup_timeout,
         )
         self._storing_device = _check_device(storing_device or device or "cpu")
@@ -152,6 +172,7 @@ class AsyncBatchedCollector:
         """Takes the learner's place in the run."""
         self._run, self._segment, self._state = started.run, started.segment, started.state
         self._supervisor = started.run.supervisor
+        self._watch = Watch(started, self.config)
         self.observation_space, self.action_space = started.observation_space, started.action_space
         self.env_seeds = started.env_seeds
         self._bell, self._inference_bell = self._state.bells["learner"], self._state.bells["inference"]
@@ -222,6 +243,11 @@ class AsyncBatchedCollector:
             raise WeightsError("the policy given at construction is no nn.Module: pass the weights to publish")
         version = self._counters.values["policy_version"] = self._publisher.publish(weights)
         return version
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """The processes that were replaced so far, each with the error of its predecessor."""
+        return list(self._watch.restarts)
 
     @property
     def policy_version(self) -> int:
@@ -296,6 +322,7 @@ class AsyncBatchedCollector:
     def _tear_down(self) -> list[str]:
         self._closes_later = False
         with self._watching:
+            self._watch.close()
             del self._learner, self._ready  # what looks at the segment's memory
             return self._run.close()
 
@@ -315,6 +342,7 @@ class AsyncBatchedCollector:
         with self._alone():
             started_ns = time.monotonic_ns()
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            self._check_alive()
             while not self._look():
                 self._check_alive()
                 remaining_s = LONGEST_SLEEP_S if deadline is None else deadline - time.monotonic()
@@ -356,7 +384,7 @@ class AsyncBatchedCollector:
         try:
             with self._watching:
                 self._check_open()
-                self._supervisor.check()
+                self._watch.look()
         except ChildError as error:
             for text in self._shut_down():
                 error.add_note(text)

@@ -7,8 +7,11 @@ import os
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from typing import Literal, get_args
 
 from shmcollect.errors import ConfigError
+
+OnFailure = Literal["raise", "restart"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class CollectorConfig:
     capacity: int
     zero_copy: bool
     final_obs: bool
+    on_worker_failure: OnFailure
+    max_restarts: int
+    restart_window_s: float
+    step_timeout: float | None
+    reset_timeout: float | None
     startup_timeout: float
 
     @classmethod
@@ -58,6 +66,11 @@ class CollectorConfig:
         capacity: int | None = None,
         zero_copy: bool = False,
         final_obs: bool = True,
+        on_worker_failure: OnFailure = "raise",
+        max_restarts: int = 10,
+        restart_window_s: float = 600.0,
+        step_timeout: float | None = None,
+        reset_timeout: float | None = None,
         startup_timeout: float = 60.0,
     ) -> CollectorConfig:
         """Resolves defaults and checks everything.
@@ -89,9 +102,15 @@ class CollectorConfig:
             capacity=_capacity(capacity, length, math.ceil(frames_per_batch / (num_envs * length)), sync),
             zero_copy=bool(zero_copy),
             final_obs=bool(final_obs),
+            on_worker_failure=on_worker_failure,
+            max_restarts=check_int("max_restarts", max_restarts, 1),
+            restart_window_s=restart_window_s,
+            step_timeout=step_timeout,
+            reset_timeout=reset_timeout,
             startup_timeout=startup_timeout,
         )
         config._check_batching()
+        config._check_failures()
         config._check_zero_copy()
         return config
 
@@ -129,6 +148,13 @@ class CollectorConfig:
                 f"num_envs={self.num_envs}: expected 1 <= min_batch_size <= max_batch_size <= num_envs"
             )
         check_duration("server_timeout", self.server_timeout, none_means="to wait for min_batch_size")
+
+    def _check_failures(self) -> None:
+        if self.on_worker_failure not in get_args(OnFailure):
+            raise ConfigError(f"on_worker_failure={self.on_worker_failure!r}: expected 'raise' or 'restart'")
+        check_duration("restart_window_s", self.restart_window_s)
+        check_duration("step_timeout", self.step_timeout, none_means="for no limit")
+        check_duration("reset_timeout", self.reset_timeout, none_means="for no limit")
         check_duration("startup_timeout", self.startup_timeout)
 
     def _check_zero_copy(self) -> None:

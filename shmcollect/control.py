@@ -78,12 +78,14 @@ class ChildSession:
     Attributes:
         connection: The connection itself.
         state: The run state once the child has attached, else None.
+        is_survivable: Whether the run goes on when this child fails.
         has_failed: Whether the record of a failure has been sent.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.state: RunState | None = None
+        self.is_survivable = False
         self.has_failed = False
 
     def report(self, content: object) -> None:
@@ -105,19 +107,33 @@ class ChildSession:
         except (EOFError, ConnectionResetError) as error:
             raise CallerGoneError from error
 
-    def attach(self, name: str, run_id: int) -> Segment:
-        """Joins the run's segment; from now on a failure aborts the run."""
+    def attach(self, name: str, run_id: int, *, survivable: bool) -> tuple[Segment, RunState]:
+        """Joins the run's segment.
+
+        Args:
+            name: The run's name.
+            run_id: The run's id.
+            survivable: From now on a failure ends this process alone, because the caller will start another one;
+                otherwise it aborts the run.
+        """
         segment = Segment.attach(name, run_id=run_id, writable=True)
-        self.state = RunState(segment)
-        return segment
+        self.state, self.is_survivable = RunState(segment), survivable
+        return segment, self.state
 
     def fail(self, error: BaseException) -> None:
-        """Sends the record of the first failure, then aborts the run: whoever sees the state finds the record."""
+        """Sends the record of the first failure, then ends this process's roles or the run.
+
+        Whoever sees the run state finds the record.
+        """
         if self.has_failed:
             return
         self.has_failed = True
         send(self.connection, Message("failed", ErrorRecord.of(error)))
-        if self.state is not None:
+        if self.state is None:
+            return
+        if self.is_survivable:
+            self.state.leave()
+        else:
             self.state.end(ABORTED)
 
 

@@ -6,8 +6,8 @@ from shmcollect import _native
 from shmcollect.segment import Segment
 
 COMMON = ("heartbeat_ns", "waiting_ns", "started_ns")
-WORKER = (*COMMON, "steps", "episodes")
-INFERENCE = (*COMMON, "batches", "rows")
+WORKER = (*COMMON, "restarts", "steps", "episodes")
+INFERENCE = (*COMMON, "restarts", "batches", "rows")
 LEARNER = (*COMMON, "frames", "rollouts", "batches", "episodes", "policy_version", "lag_sum", "lag_max")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shmcollect.activity import IDLE, RESETTING, STEPPING, Activity
 from shmcollect.envs import Env
 from shmcollect.errors import RoleFailure, SpecError
 from shmcollect.ring import OBSERVED, Rings
@@ -27,19 +28,26 @@ class SlotWriter:
         rings: The rings, mapped for writing.
         obs: The observation's tree.
         action: The action's tree.
+        activity: Where to say what each env is doing.
+        announce_steps: Whether to say so of steps too.
 
     Attributes:
         episodes: Episodes that have been kept.
     """
 
-    def __init__(self, rings: Rings, obs: Tree, action: Tree) -> None:
+    def __init__(
+        self, rings: Rings, obs: Tree, action: Tree, activity: Activity, *, announce_steps: bool = False
+    ) -> None:
         self.native = rings.native
+        self.activity = activity
+        self.announce_steps = announce_steps
         self.episodes = 0
         self.capacity = rings.capacity
         self.is_bare = obs.leaves[0].path == () and obs.leaves[0].low is None
         self._action = action
         self._action_views = [rings.view(field) for field in rings.fields["action"]]
         self._obs = obs
+        self._obs_views = [rings.view(field) for field in rings.fields["obs"]]
         self._final_fields = rings.fields["final_obs"]
         (self._episode_field,) = rings.fields["episode"]
         # Leaves whose values have a range are looked at in Python; the others only if they do not fit exactly.
@@ -79,6 +87,12 @@ class SlotWriter:
         self.native.write(self._episode_field, env, sequence, array("d", record))
         self.episodes += 1
 
+    def keep_published(self, env: int, sequence: int) -> None:
+        """Keeps the observation that lies in a slot as the final one of its own step."""
+        if self._final_fields:
+            for field, view in zip(self._final_fields, self._obs_views, strict=True):
+                self.native.write(field, env, sequence, view[env, sequence % self.capacity, ...])
+
 
 class _Actions:
     """The actions of one env that are more than a scalar."""
@@ -110,6 +124,7 @@ class EnvStepper:
         "_env",
         "_native",
         "_return",
+        "_step_env",
         "_writer",
         "index",
         "sequence",
@@ -122,6 +137,7 @@ class EnvStepper:
         self._writer = writer
         self._native = writer.native
         self._actions = writer.actions_of(index)
+        self._step_env: Callable[[Any], Any] = self._announced_step if writer.announce_steps else env.step
         self.sequence = writer.native.cursor(OBSERVED, index) - 1
         self.truncate = False
         self._return = 0.0
@@ -141,6 +157,28 @@ class EnvStepper:
             raise RoleFailure(env_index=self.index, step=first, during="reset") from error
         self.sequence = first
 
+    def interrupt(self, seed: int) -> int:
+        """Ends an episode whose env is gone, once the newest observation has its action; a new one begins.
+
+        The row of that action says what happened: no reward, truncated and interrupted, the same observation as the
+        final one. What an earlier process has published stays as it is.
+
+        Returns:
+            The sequence of the next observation.
+
+        Raises:
+            RoleFailure: The env raised, or what it returned does not fit.
+        """
+        env, sequence, writer = self.index, self.sequence, self._writer
+        try:
+            leaves = writer.leaves(self._reset(seed))
+            writer.keep_published(env, sequence)
+            writer.publish(partial(self._native.step, env, sequence, 0.0, False, True, True), leaves)
+        except BaseException as error:
+            raise RoleFailure(env_index=env, step=sequence + 1, during="reset") from error
+        self.sequence = sequence + 1
+        return self.sequence
+
     def step(self) -> int:
         """Steps the env with the action of its newest observation; returns the sequence of the next one.
 
@@ -149,7 +187,7 @@ class EnvStepper:
             Exception: step() raised it; or a SpecError: what it returned does not fit.
         """
         env, sequence, writer = self.index, self.sequence, self._writer
-        result: Any = self._env.step(self._actions[sequence % writer.capacity])
+        result = self._step_env(self._actions[sequence % writer.capacity])
         try:
             obs, reward, terminated, truncated, info = result
         except (TypeError, ValueError):
@@ -181,8 +219,19 @@ class EnvStepper:
         except BaseException as error:
             raise RoleFailure(env_index=self.index, step=self.sequence + 1, during="reset") from error
 
+    def _announced_step(self, action: Any) -> Any:
+        """Steps the env, and says so."""
+        activity = self._writer.activity
+        activity[self.index] = STEPPING
+        result = self._env.step(action)
+        activity[self.index] = IDLE
+        return result
+
     def _reset(self, seed: int | None) -> Any:
+        activity = self._writer.activity
+        activity[self.index] = RESETTING
         result = self._env.reset() if seed is None else self._env.reset(seed=seed)
+        activity[self.index] = IDLE
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise SpecError(f"reset() returned {_shape_of(result)}; expected (obs, info)")
         self._return, self._began_sequence, self._began_ns = 0.0, self.sequence + 1, time.monotonic_ns()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import queue
 import random
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from shmcollect.activity import Activity
 from shmcollect.control import ChildSession
 from shmcollect.counters import Counters
 from shmcollect.env_stepper import EnvStepper, SlotWriter
@@ -39,18 +41,20 @@ class WorkerPayload:
     Attributes:
         index: The worker's number.
         first_env: Index of its first env.
-        factories: One per env: a callable, or an ``EnvSpec`` for `gymnasium.make`.
+        num_envs: How many it has.
         env_seeds: Seed of each env's first reset.
         global_seed: Seed of the process's global generators; None if another worker of the process sees to them.
         drop_obs: Dict entries to leave out.
+        restarts: How many workers have had these envs before.
     """
 
     index: int
     first_env: int
-    factories: Sequence[Any]
+    num_envs: int
     env_seeds: Sequence[int]
     global_seed: int | None
     drop_obs: tuple[Any, ...]
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class JoinMessage:
         observation_space: That of env 0.
         action_space: That of env 0.
         rows_worth_telling: The worker's share of the rows inference waits for.
+        announce_steps: Whether somebody wants to know when an env is in a step.
+        survivable: Whether the run goes on when the worker fails.
     """
 
     name: str
@@ -70,19 +76,30 @@ class JoinMessage:
     observation_space: Any
     action_space: Any
     rows_worth_telling: int = 1
+    announce_steps: bool = False
+    survivable: bool = False
 
 
-def main(session: ChildSession, payloads: Sequence[WorkerPayload]) -> None:
-    """The life of a process with these workers."""
+def main(session: ChildSession, content: tuple[bytes, Sequence[WorkerPayload]]) -> None:
+    """The life of a process with some workers.
+
+    Args:
+        session: The connection to the caller.
+        content: The cloudpickled factories of all its envs, each a callable or an ``EnvSpec`` for `gymnasium.make`;
+            and its workers.
+    """
+    factories, payloads = content
     if payloads[0].global_seed is not None:
         seed_globals(payloads[0].global_seed)
     pid, first_env = os.getpid(), payloads[0].first_env
-    envs = make_envs([factory for payload in payloads for factory in payload.factories], first_env)
+    envs = make_envs(pickle.loads(factories), first_env)
     try:
         session.report(distinct_spaces(envs, first_env))
         message: JoinMessage = session.receive()
-        segment = session.attach(message.name, message.run_id)
-        workers = [EnvWorker(payload, _envs_of(payload, envs, first_env), segment, message) for payload in payloads]
+        segment, state = session.attach(message.name, message.run_id, survivable=message.survivable)
+        workers = [
+            EnvWorker(payload, _envs_of(payload, envs, first_env), segment, message, state) for payload in payloads
+        ]
         gc.freeze()  # what there is now stays: no use in looking at it again and again
         session.report("joined")
         if len(workers) == 1:
@@ -90,6 +107,10 @@ def main(session: ChildSession, payloads: Sequence[WorkerPayload]) -> None:
             workers[0].run()
         else:
             _run_in_threads(workers, session)
+    except RoleFailure as error:
+        if os.getpid() == pid:
+            session.fail(error)  # before the envs are closed, which may take a while
+        raise
     finally:
         if os.getpid() == pid:  # and not a process that an env forked and that ends here
             for warning in close_envs(envs, first_env):
@@ -98,7 +119,7 @@ def main(session: ChildSession, payloads: Sequence[WorkerPayload]) -> None:
 
 def _envs_of(payload: WorkerPayload, envs: Sequence[Env], first_env: int) -> Sequence[Env]:
     start = payload.first_env - first_env
-    return envs[start : start + len(payload.factories)]
+    return envs[start : start + payload.num_envs]
 
 
 def _let_inference_first() -> None:
@@ -150,24 +171,37 @@ class EnvWorker:
         envs: The environments, in order.
         segment: The run's segment, mapped for writing.
         message: The spaces all envs share.
+        state: The state of the run as this process sees it.
     """
 
-    def __init__(self, payload: WorkerPayload, envs: Sequence[Env], segment: Segment, message: JoinMessage) -> None:
+    def __init__(
+        self, payload: WorkerPayload, envs: Sequence[Env], segment: Segment, message: JoinMessage, state: RunState
+    ) -> None:
         self._index = payload.index
         self._first = payload.first_env
         self._seeds = payload.env_seeds
         self._global_seed = payload.global_seed
         self._rows_worth_telling = message.rows_worth_telling
-        self._state = RunState(segment)
-        self._inference_bell, self._learner_bell = self._state.bells["inference"], self._state.bells["learner"]
+        self._state = state
+        self._inference_bell, self._learner_bell = state.bells["inference"], state.bells["learner"]
         self.counters = Counters(segment, f"worker {payload.index}")
+        self.counters.values["restarts"] = payload.restarts
         rings = Rings(segment)
         obs = observation_tree(message.observation_space, payload.drop_obs)
-        self._writer = SlotWriter(rings, obs, action_tree(message.action_space))
+        self._writer = SlotWriter(
+            rings,
+            obs,
+            action_tree(message.action_space),
+            Activity(segment),
+            announce_steps=message.announce_steps,
+        )
+        self._writer.episodes = self.counters.values["episodes"]
         self._steppers = [EnvStepper(payload.first_env + k, env, self._writer) for k, env in enumerate(envs)]
         self._acted = rings.native.acted
         self._rollout_length = segment.layout.rollout_length
         self._stride = 1
+        self._is_first = payload.restarts == 0
+        self._interrupted: dict[int, int] = {}  # the next seed of envs whose episode an earlier worker began
         self._reset_count = self._state.reset_count
         self._seeds_torch_late = payload.global_seed is not None and "torch" not in sys.modules
 
@@ -177,16 +211,28 @@ class EnvWorker:
         bell.yields = yields
         self._state.mark_running(self._index, True)
         try:
-            self.reset_all()
+            self.take_over()
             run(self, bell, self._state)
         finally:
             self._state.mark_running(self._index, False)
 
-    def reset_all(self) -> None:
-        """Resets every env with its seed and publishes what it observes."""
+    def take_over(self) -> None:
+        """Begins with every env: a new one is reset with its seed, and what it observes is published.
+
+        An env that an earlier worker had is in the middle of an episode that nobody can go on with: it is interrupted
+        as soon as its newest observation has its action.
+        """
         for stepper, seed in zip(self._steppers, self._seeds, strict=True):
-            stepper.start(seed)
-            self._inference_bell.notify()
+            if self._is_first or stepper.sequence < 0:
+                stepper.start(seed)
+                self._inference_bell.notify()
+            else:
+                self._interrupted[stepper.index] = seed
+        self._ring()  # an earlier worker may have died between publishing and telling
+
+    def _ring(self) -> None:
+        self._inference_bell.notify()
+        self._learner_bell.notify()
 
     def do_work(self) -> int:
         """Steps every env that has an action; returns how many."""
@@ -194,6 +240,7 @@ class EnvWorker:
         if not acted:
             return 0
         self._look_around()
+        interrupted = self._interrupt(acted) if self._interrupted else 0
         steppers, first, length = self._steppers, self._first, self._rollout_length
         done, began_ns = 0, time.monotonic_ns()
         while done < len(acted) and self._state.is_running():
@@ -215,7 +262,17 @@ class EnvWorker:
         counts = self.counters.values
         counts["steps"] += done
         counts["episodes"] = self._writer.episodes
-        return done
+        return done + interrupted
+
+    def _interrupt(self, acted: list[int]) -> int:
+        """Ends the episodes an earlier worker left, of envs with an action; takes these off the list. Returns how many."""
+        envs = [env for env in acted if env in self._interrupted]
+        for env in envs:
+            self._steppers[env - self._first].interrupt(self._interrupted.pop(env))
+            acted.remove(env)
+        if envs:
+            self._ring()
+        return len(envs)
 
     def patience_s(self) -> float:
         """Nothing waits for a worker that has no action."""

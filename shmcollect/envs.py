@@ -108,12 +108,15 @@ def distinct_spaces(envs: Sequence[Env], first_env: int) -> dict[int, tuple[Any,
     return {i: each for i, each in enumerate(pairs, first_env) if i == first_env or each != pairs[0]}
 
 
-def check_same_spaces(pairs: dict[int, tuple[Any, Any]], drop_obs: tuple[Any, ...]) -> tuple[Tree, Tree]:
+def check_same_spaces(
+    pairs: dict[int, tuple[Any, Any]], drop_obs: tuple[Any, ...], reference: tuple[Tree, Tree] | None = None
+) -> tuple[Tree, Tree]:
     """Compares the spaces of all envs leaf by leaf; bounds of Box spaces may differ.
 
     Args:
         pairs: (observation, action) spaces by env index.
         drop_obs: Dict entries to leave out.
+        reference: The observation's and the action's tree of env 0, if they are known already.
 
     Returns:
         The observation's and the action's tree, those of env 0.
@@ -129,7 +132,7 @@ def check_same_spaces(pairs: dict[int, tuple[Any, Any]], drop_obs: tuple[Any, ..
         except SpecError as error:
             raise SpecError(f"env {env_index}: {error}") from None
 
-    first = trees(0)
+    first = trees(0) if reference is None else reference
     for env_index in sorted(pairs):
         for mine, theirs, name in zip(first, trees(env_index), ("observation", "action"), strict=True):
             difference = mine.difference(theirs)

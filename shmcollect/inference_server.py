@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import time
 from dataclasses import dataclass
@@ -36,8 +37,6 @@ class InferencePayload:
     """What the inference process needs to build its policy and to form batches.
 
     Attributes:
-        policy: The policy itself, or None.
-        policy_factory: What builds it, or None.
         device: Where the policy runs; None: where its parameters are, else the CPU.
         seed: Seed of torch, applied once the policy has been probed.
         num_threads: Threads of torch, unless OMP_NUM_THREADS says otherwise.
@@ -45,10 +44,9 @@ class InferencePayload:
         max_batch_size: Rows of the largest batch.
         server_timeout: Seconds the oldest row may wait for others; None: as long as others are coming.
         weight_sync: How new weights arrive, if the policy has any.
+        restarts: How many inference processes the run has had before.
     """
 
-    policy: Any
-    policy_factory: Any
     device: str | None
     seed: int
     num_threads: int
@@ -56,6 +54,7 @@ class InferencePayload:
     max_batch_size: int
     server_timeout: float | None
     weight_sync: type[WeightSyncScheme] = NoWeightSyncScheme
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,36 @@ class ProbeReport:
     offer: Any
 
 
-def main(session: ChildSession, payload: InferencePayload) -> None:
-    """The life of the inference process."""
+@dataclass(frozen=True)
+class InferenceJoin:
+    """What inference needs to join the run once its segment exists.
+
+    Attributes:
+        name: The run's name.
+        run_id: The run's id.
+        survivable: Whether the run goes on when inference fails.
+    """
+
+    name: str
+    run_id: int
+    survivable: bool
+
+
+def main(session: ChildSession, content: tuple[bytes, InferencePayload]) -> None:
+    """The life of the inference process.
+
+    Args:
+        session: The connection to the caller.
+        content: The cloudpickled pair of policy and policy_factory, one of them None; and all else.
+    """
+    pickled, payload = content
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(payload.num_threads)
     seed_globals(payload.seed)
     observation_space, action_space = session.receive()
     try:
-        policy = build_policy(payload.policy, payload.policy_factory, observation_space, action_space)
+        policy, policy_factory = pickle.loads(pickled)
+        policy = build_policy(policy, policy_factory, observation_space, action_space)
         obs, action = observation_tree(observation_space), action_tree(action_space)
         caller = PolicyCaller(policy, obs, action, payload.device)
         with torch.inference_mode():
@@ -91,10 +112,11 @@ def main(session: ChildSession, payload: InferencePayload) -> None:
     except BaseException as error:
         raise RoleFailure(during="probe") from error
     session.report(ProbeReport(extras, kind, offer))
-    segment = session.attach(*session.receive())
+    join: InferenceJoin = session.receive()
+    segment, state = session.attach(join.name, join.run_id, survivable=join.survivable)
     weights.connect(Channel(segment, session.connection))
     seed_globals(payload.seed)  # whatever building and probing drew, the run starts from the seed
-    server = InferenceServer(caller, segment, payload, weights)
+    server = InferenceServer(caller, segment, payload, state, weights)
     gc.freeze()  # torch alone is some hundred thousand objects
     session.report("joined")
     server.run()
@@ -114,6 +136,7 @@ class InferenceServer:
         caller: The policy.
         segment: The run's segment, mapped for writing.
         payload: How batches are formed.
+        state: The state of the run as this process sees it.
         weights: The receiver of new weights, connected; None for a policy that takes none.
     """
 
@@ -122,12 +145,14 @@ class InferenceServer:
         caller: PolicyCaller,
         segment: Segment,
         payload: InferencePayload,
+        state: RunState,
         weights: WeightSyncScheme | None = None,
     ) -> None:
         self._caller = caller
         self._weights = weights
-        self._state = RunState(segment)
+        self._state = state
         self.counters = Counters(segment, "inference")
+        self.counters.values["restarts"] = payload.restarts
         self._rings = Rings(segment)
         self._native = self._rings.native
         self._worker_bells = [self._state.bells[f"worker {w}"] for w in range(segment.layout.num_workers)]
@@ -147,6 +172,7 @@ class InferenceServer:
 
     def run(self) -> None:
         """Works until the run ends."""
+        self._state.ring_all()  # an earlier process may have died between answering and telling
         with torch.inference_mode():
             run(self, self._state.bells["inference"], self._state)
 

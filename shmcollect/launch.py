@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from shmcollect.config import CollectorConfig, usable_cores
 from shmcollect.counters import counter_names
 from shmcollect.env_worker import JoinMessage, WorkerPayload
 from shmcollect.envs import check_same_spaces
-from shmcollect.inference_server import InferencePayload
+from shmcollect.inference_server import InferenceJoin, InferencePayload
 from shmcollect.layout import Field, Layout, slot_fields
 from shmcollect.policy import ExtrasField
 from shmcollect.run_state import STOPPING, RunState
@@ -91,6 +89,10 @@ class Started:
 
     Attributes:
         run: Its processes and memory.
+        plan: How to start its children, again if need be.
+        join_message: What workers are told once the segment exists.
+        inference_join: What inference is told then.
+        extras: What the policy returns beside the action.
         observation_space: That of env 0, without what was dropped.
         action_space: That of env 0.
         obs: The observation's tree.
@@ -100,6 +102,10 @@ class Started:
     """
 
     run: Run
+    plan: Plan
+    join_message: JoinMessage
+    inference_join: InferenceJoin
+    extras: Sequence[ExtrasField]
     segment: Segment
     state: RunState
     publisher: Publisher
@@ -130,10 +136,9 @@ def launch(request: RunRequest) -> Started:
 
 def _launch(run: Run, request: RunRequest) -> Started:
     config, supervisor = request.config, run.supervisor
-    root = root_sequence(request.seed)
-    seeds = env_seeds(root, config.num_envs)
-    inference = supervisor.start("inference server", _inference_payload(request, root))
-    workers = _start_workers(supervisor, request, root, seeds)
+    plan = Plan(request)
+    inference = plan.start_inference(supervisor)
+    workers = [plan.start_workers(supervisor, process) for process in range(len(config.processes))]
 
     reports = supervisor.reports(workers, config.startup_timeout)
     spaces = {env: each for report in reports for env, each in report.items()}
@@ -151,55 +156,109 @@ def _launch(run: Run, request: RunRequest) -> Started:
     scheme.connect(Channel(segment, inference.connection))
     publisher = run.publisher = Publisher(scheme, state, at_once=not config.sync)
 
-    supervisor.send(inference, (request.name, segment.run_id))
-    share = -(-config.min_batch_size // config.num_workers)
+    survivable = config.on_worker_failure == "restart"
+    inference_join = InferenceJoin(request.name, segment.run_id, survivable)
+    join_message = JoinMessage(
+        request.name,
+        segment.run_id,
+        full_space,
+        action_space,
+        rows_worth_telling=-(-config.min_batch_size // config.num_workers),
+        announce_steps=config.step_timeout is not None,
+        survivable=survivable,
+    )
+    supervisor.send(inference, inference_join)
     for worker in workers:
-        supervisor.send(worker, JoinMessage(request.name, segment.run_id, full_space, action_space, share))
+        supervisor.send(worker, join_message)
     supervisor.reports([inference, *workers], config.startup_timeout)
     for child in supervisor.children:
         child.has_joined = True
-    return Started(run, segment, state, publisher, observation_space, action_space, obs, action, seeds)
+    return Started(
+        run,
+        plan,
+        join_message,
+        inference_join,
+        probed.extras,
+        segment,
+        state,
+        publisher,
+        observation_space,
+        action_space,
+        obs,
+        action,
+        plan.env_seeds,
+    )
 
 
-def _inference_payload(request: RunRequest, root: np.random.SeedSequence) -> bytes:
-    config = request.config
-    return pickled(
-        "the policy" if request.policy is not None else "policy_factory",
-        InferencePayload(
-            policy=request.policy,
-            policy_factory=request.policy_factory,
-            device=request.device,
-            seed=inference_seed(root),
+class Plan:
+    """How the children of a run are started, and their successors.
+
+    Factories and policy are pickled once, here: a successor gets what its predecessor got, whatever the caller has done
+    to them since.
+
+    Attributes:
+        drop_obs: Dict entries to leave out of observations.
+        env_seeds: The seed of each env's first reset.
+    """
+
+    def __init__(self, request: RunRequest) -> None:
+        self._config = config = request.config
+        self._root = root_sequence(request.seed)
+        self._device, self._weight_sync, self.drop_obs = request.device, request.weight_sync, request.drop_obs
+        self.env_seeds = env_seeds(self._root, config.num_envs)
+        what = "the policy" if request.policy is not None else "policy_factory"
+        self._policy = pickled(what, (request.policy, request.policy_factory))
+        self._factories = []
+        for process in range(len(config.processes)):
+            envs = self.envs_of(process)
+            what = f"create_env_fn (for envs {envs[0]}..{envs[-1]})"
+            self._factories.append(pickled(what, list(request.factories[envs.start : envs.stop])))
+
+    def envs_of(self, process: int) -> range:
+        """The envs of a worker process."""
+        workers, counts = self._config.processes[process], self._config.worker_envs
+        return range(sum(counts[: workers.start]), sum(counts[: workers.stop]))
+
+    def start_workers(self, supervisor: Supervisor, process: int, restarts: int = 0) -> Child:
+        """Starts a worker process.
+
+        Args:
+            supervisor: Whose child it is to be.
+            process: Which one.
+            restarts: How many there have been before.
+        """
+        config, workers = self._config, self._config.processes[process]
+        seeds = self.env_seeds if restarts == 0 else env_seeds(self._root, config.num_envs, restarts)
+        payloads = []
+        for w in workers:
+            first = sum(config.worker_envs[:w])
+            payload = WorkerPayload(
+                index=w,
+                first_env=first,
+                num_envs=config.worker_envs[w],
+                env_seeds=seeds[first : first + config.worker_envs[w]],
+                global_seed=worker_seed(self._root, w, restarts) if w == workers[0] else None,
+                drop_obs=self.drop_obs,
+                restarts=restarts,
+            )
+            payloads.append(payload)
+        content = pickled("the payload of a worker", (self._factories[process], payloads))
+        return supervisor.start("env worker", content, index=workers[0], envs=self.envs_of(process))
+
+    def start_inference(self, supervisor: Supervisor, restarts: int = 0) -> Child:
+        """Starts the inference process, of which there have been so many before."""
+        config = self._config
+        payload = InferencePayload(
+            device=self._device,
+            seed=inference_seed(self._root, restarts),
             num_threads=max(1, usable_cores() - config.num_workers),
             min_batch_size=config.min_batch_size,
             max_batch_size=config.max_batch_size,
             server_timeout=config.server_timeout,
-            weight_sync=request.weight_sync,
-        ),
-    )
-
-
-def _start_workers(
-    supervisor: Supervisor, request: RunRequest, root: np.random.SeedSequence, seeds: list[int]
-) -> list[Child]:
-    counts, children = request.config.worker_envs, []
-    for workers in request.config.processes:
-        payloads = []
-        for w in workers:
-            first = sum(counts[:w])
-            payload = WorkerPayload(
-                index=w,
-                first_env=first,
-                factories=request.factories[first : first + counts[w]],
-                env_seeds=seeds[first : first + counts[w]],
-                global_seed=worker_seed(root, w) if w == workers[0] else None,
-                drop_obs=request.drop_obs,
-            )
-            payloads.append(payload)
-        envs = range(payloads[0].first_env, payloads[-1].first_env + counts[workers[-1]])
-        what = f"create_env_fn (for envs {envs[0]}..{envs[-1]})"
-        children.append(supervisor.start("env worker", pickled(what, payloads), index=workers[0], envs=envs))
-    return children
+            weight_sync=self._weight_sync,
+            restarts=restarts,
+        )
+        return supervisor.start("inference server", pickled("weight_sync", (self._policy, payload)))
 
 
 def _layout(

@@ -8,6 +8,7 @@
                        required version                                                    (a cache line each)
              bells     one per worker · inference · learner                                (a cache line each)
              running   one word per worker                                                 (a cache line each)
+             activity  worker 0: [K] │ worker 1: ... │                                     (padded per worker)
              counters  one block per role                                                  (padded)
              latencies a histogram of the time from an observation to its action           (padded)
              observed  worker 0: observed[K], observed_ns[K] │ worker 1: ... │             (padded per worker)
@@ -19,7 +20,7 @@
                        field 1: ...
              banks     bank 0 │ bank 1 │ ...: a flat image of the policy's weights each    (padded to pages)
 
-Single writers: workers write ``observed``, ``observed_ns``, their ``running`` word and the other fields;
+Single writers: workers write ``observed``, ``observed_ns``, their ``running`` and activity words and the other fields;
 inference writes ``acted``, the latencies, the acknowledgement, action, extras and policy version; the learner writes
 ``released``, ``granted``, the pause, grant and reset counts, the required version, and of the weights everything but
 the announcements, of which each reader writes its own. The run state is set by compare-and-swap by whoever ends the
@@ -38,7 +39,7 @@ import numpy as np
 
 from shmcollect.histogram import NUM_BUCKETS
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 MAGIC = int.from_bytes(b"SHMCOLCT", "little")
 CACHE_LINE = 128  # bytes; two x86 lines, because the adjacent one is prefetched, and one line of some ARM cores
 ROW_ALIGNMENT = 64  # bytes; a multiple of every item size, so that strided views stay aligned
@@ -158,6 +159,7 @@ class Layout:
     words: dict[str, int] = field(init=False)
     bells: dict[str, int] = field(init=False)
     running: tuple[int, ...] = field(init=False)
+    activities: tuple[int, ...] = field(init=False)
     counter_offsets: dict[str, int] = field(init=False)
     latencies: tuple[int, ...] = field(init=False)
     cursors: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
@@ -173,6 +175,7 @@ class Layout:
         bells = (*(f"worker {w}" for w in range(self.num_workers)), "inference", "learner")
         put(self, "bells", {name: cursor.take(8) for name in bells})
         put(self, "running", tuple(cursor.take(8) for _ in self.worker_envs))
+        put(self, "activities", self._per_worker(cursor))
         put(self, "counter_offsets", {r: cursor.take(8 * len(names)) for r, names in self.counters.items()})
         latencies = cursor.take(8 * NUM_BUCKETS)
         put(self, "latencies", tuple(range(latencies, latencies + 8 * NUM_BUCKETS, 8)))
@@ -224,6 +227,11 @@ class Layout:
         """The position of the only field of its kind."""
         (index,) = self.indices(kind)
         return index
+
+    def _per_worker(self, cursor: _Allocator) -> tuple[int, ...]:
+        """Offsets of one word per env, those of a worker side by side."""
+        blocks = [(cursor.take(8 * count), count) for count in self.worker_envs]
+        return tuple(start + 8 * k for start, count in blocks for k in range(count))
 
     def _cursor_offsets(self, cursor: _Allocator) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Offsets [observed, acted, released, granted, observed_ns] x [num_envs]."""

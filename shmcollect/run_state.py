@@ -21,6 +21,7 @@ class RunState:
         self._words = segment.layout.words
         self._word = segment.layout.words["run_state"]
         self._running = segment.layout.running
+        self._has_left = False
         self.bells = {name: Doorbell(segment.buffer, at) for name, at in segment.layout.bells.items()}
 
     @property
@@ -29,8 +30,13 @@ class RunState:
         return _native.load(self._buffer, self._word)
 
     def is_running(self) -> bool:
-        """Whether every role should go on."""
-        return _native.load(self._buffer, self._word) == RUNNING
+        """Whether the roles that share this object should go on."""
+        return not self._has_left and _native.load(self._buffer, self._word) == RUNNING
+
+    def leave(self) -> None:
+        """Ends the roles that share this object, while the run goes on without them."""
+        self._has_left = True
+        self.ring_all()
 
     def end(self, value: int) -> bool:
         """Ends the run as stopping or aborted and rings every bell; False if it had ended before.

@@ -32,6 +32,7 @@ def run(role: Role, bell: Doorbell, state: RunState) -> None:
     """Runs a role until the run ends or the role raises."""
     counts = role.counters.values
     now_ns = counts["started_ns"] = time.monotonic_ns()
+    counts["waiting_ns"] = 0  # a predecessor's, if it was not
     published_ns = 0
     while state.is_running():
         if not role.do_work():

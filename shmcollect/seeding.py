@@ -19,20 +19,28 @@ def root_sequence(seed: int | None) -> SeedSequence:
     return SeedSequence(seed)
 
 
-def env_seeds(root: SeedSequence, num_envs: int) -> list[int]:
-    """The seed of each env's first reset: its own child of the root, whatever the number of workers."""
-    return [_number(SeedSequence(root.entropy, spawn_key=(env,))) for env in range(num_envs)]
+def env_seeds(root: SeedSequence, num_envs: int, restarts: int = 0) -> list[int]:
+    """The seed of each env's first reset: its own child of the root, whatever the number of workers.
+
+    Args:
+        root: The run's sequence.
+        num_envs: How many envs there are.
+        restarts: How often the worker of an env has been replaced: every successor's envs get new seeds.
+    """
+    return [_number(root, restarts, env) for env in range(num_envs)]
 
 
-def worker_seed(root: SeedSequence, worker: int) -> int:
+def worker_seed(root: SeedSequence, worker: int, restarts: int = 0) -> int:
     """The seed of a worker's global generators (``random``, ``numpy.random``, ``torch``)."""
-    return _number(SeedSequence(root.entropy, spawn_key=(_WORKER_BRANCH, worker)))
+    return _number(root, restarts, _WORKER_BRANCH, worker)
 
 
-def inference_seed(root: SeedSequence) -> int:
+def inference_seed(root: SeedSequence, restarts: int = 0) -> int:
     """The seed of torch in the inference process."""
-    return _number(SeedSequence(root.entropy, spawn_key=(_INFERENCE_BRANCH,)))
+    return _number(root, restarts, _INFERENCE_BRANCH)
 
 
-def _number(sequence: SeedSequence) -> int:
+def _number(root: SeedSequence, restarts: int, *branch: int) -> int:
+    """One number of a branch, or of that branch's child of this number."""
+    sequence = SeedSequence(root.entropy, spawn_key=(*branch, restarts) if restarts else branch)
     return int(sequence.generate_state(1, np.uint32)[0])

@@ -12,7 +12,7 @@ from shmcollect.segment import Segment
 
 
 def read_stats(segment: Segment) -> dict[str, Any]:
-    """What every role of a run has counted.
+    """What every role of a run has counted, over all its processes if it was restarted.
 
     Returns:
         ``frames``, ``batches``, ``episodes`` (delivered to the learner), ``inference_batches``,

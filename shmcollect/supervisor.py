@@ -17,9 +17,11 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import cloudpickle
+import psutil
 
 from shmcollect.control import ErrorRecord, Message, receive, send
 from shmcollect.errors import ChildError, ConfigError, EnvWorkerError, InferenceError
+from shmcollect.patience import Patience
 
 Kind = Literal["env worker", "inference server"]
 _ENTRIES: dict[Kind, str] = {
@@ -82,6 +84,13 @@ class Child:
         """Whether the process has ended, reaped or not."""
         return self.process.poll() is not None
 
+    def is_stopped(self) -> bool:
+        """Whether it rests by SIGSTOP or the like: then it is slow through no fault of its own."""
+        try:
+            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
+
 
 class Supervisor:
     """The children of one run."""
@@ -131,7 +140,7 @@ class Supervisor:
         try:
             send(child.connection, content)
         except (BrokenPipeError, ConnectionResetError):
-            self._raise_failure(child)
+            raise error_of(child) from None
 
     def reports(self, children: list[Child], timeout_s: float) -> list[Any]:
         """The next report of each of these children, in order.
@@ -139,12 +148,11 @@ class Supervisor:
         Raises:
             ChildError: A child failed or died, or did not report in time.
         """
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while late := [child for child in children if not child.reports]:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise _error(late[0], f"was not ready within startup_timeout={timeout_s:g} s", {}, "")
-            self._poll.poll(min(remaining_s, 0.1) * 1000)
+            if patience.look():
+                raise not_ready(late[0], timeout_s)
+            self._poll.poll(min(timeout_s, 0.1) * 1000)
             self.check()
         return [child.reports.pop(0) for child in children]
 
@@ -154,27 +162,24 @@ class Supervisor:
         Raises:
             ChildError: One failed or died; of several, the one that failed first.
         """
+        if failed := self.failed():
+            raise error_of(failed[0])
+
+    def failed(self) -> list[Child]:
+        """The children that have failed or died, the first one first; cheap while all are well, one system call."""
         if not self._poll.poll(0):
-            return
+            return []
         for child in self.children:
             child.read()
-        ended = [child for child in self.children if child.has_ended()]
-        failed = [child for child in self.children if child.failure is not None]
-        if failed:
-            self._raise_failure(min(failed, key=lambda child: child.failure.time_ns if child.failure else 0))
-        if ended:
-            self._raise_failure(ended[0])
+        failed = [child for child in self.children if child.failure is not None or child.has_ended()]
+        return sorted(failed, key=lambda child: child.failure.time_ns if child.failure else sys.maxsize)
 
-    def _raise_failure(self, child: Child) -> None:
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while child.failure is None and not child.has_ended() and time.monotonic() < deadline:
-            child.read()
-            time.sleep(0.01)
-        child.read()
-        record = child.failure
-        if record is None:
-            raise _error(child, _end_of(child.process), {}, "")
-        raise _error(child, _what_failed(record), record.details, record.traceback)
+    def discard(self, child: Child) -> list[str]:
+        """Kills a child unless it has ended, reaps it and forgets it; returns the warnings it left."""
+        self._poll.unregister(child.pidfd)
+        self._poll.unregister(child.connection.fileno())
+        self.children.remove(child)
+        return _reap(child)
 
     def is_owner(self) -> bool:
         """Whether this is the process that started the children, and not a fork of it."""
@@ -275,6 +280,45 @@ def _end_of(process: subprocess.Popen[bytes]) -> str:
         names = {each.value: each.name for each in signal.Signals}  # which lack most real-time signals
         return f"was killed by {names.get(-code, f'signal {-code}')}"
     return f"ended unexpectedly with exit code {code}"
+
+
+def error_of(child: Child, where: str = "") -> ChildError:
+    """The error of a child that has failed or died, after its last words.
+
+    Args:
+        child: The child.
+        where: How far its envs had come.
+    """
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while child.failure is None and not child.has_ended() and time.monotonic() < deadline:
+        child.read()
+        time.sleep(0.01)
+    child.read()
+    record = child.failure
+    if record is None:
+        return _error(child, _end_of(child.process) + where, {}, "")
+    return _error(child, _what_failed(record) + where, record.details, record.traceback)
+
+
+def not_ready(child: Child, timeout_s: float) -> ChildError:
+    """The error of a child that takes too long to start."""
+    return _error(child, f"was not ready within startup_timeout={timeout_s:g} s", {}, "")
+
+
+def unfit(child: Child, error: Exception) -> ChildError:
+    """The error of a successor that differs from its predecessor."""
+    return _error(child, f"cannot take over: {error}", {"type": type(error).__name__}, "")
+
+
+def overdue(child: Child, env: int, during: str, step: int, timeout_s: float) -> ChildError:
+    """The error of a worker one of whose envs takes too long."""
+    details = {"env_index": env, "step": step, "during": during}
+    return _error(
+        child,
+        f"failed: env {env} has been in {during} at step {step} for {during}_timeout={timeout_s:g} s",
+        details,
+        "",
+    )
 
 
 def _what_failed(record: ErrorRecord) -> str:

@@ -103,7 +103,7 @@ class InProcess:
                 worker.do_work()
             else:
                 self.state.mark_running(w, True)
-                worker.reset_all()
+                worker.take_over()
 
         return work
 
@@ -206,14 +206,13 @@ def in_process(
         workers = []
         for w, count in enumerate(config.worker_envs):
             first = layout.first_env(w)
-            payload = WorkerPayload(w, first, (), range(first, first + count), 0, ())
-            workers.append(EnvWorker(payload, made[first : first + count], segment, message))
+            payload = WorkerPayload(w, first, count, range(first, first + count), 0, ())
+            workers.append(EnvWorker(payload, made[first : first + count], segment, message, RunState(segment)))
         server = InferenceServer(
             caller,
             segment,
-            InferencePayload(
-                policy, None, None, 0, 1, config.min_batch_size, config.max_batch_size, config.server_timeout
-            ),
+            InferencePayload(None, 0, 1, config.min_batch_size, config.max_batch_size, config.server_timeout),
+            RunState(segment),
         )
         rings = Rings(segment)
         learner = make_learner(RolloutReader(rings, obs, action), config)

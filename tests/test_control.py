@@ -153,12 +153,25 @@ def test_the_record_is_sent_before_the_run_is_seen_aborted(
     _, child = ends
     with small_segment() as segment:
         session = ChildSession(child)
-        session.attach(segment.name, segment.run_id)
+        session.attach(segment.name, segment.run_id, survivable=False)
         order: list[Any] = []
         monkeypatch.setattr(control, "send", lambda _, message: order.append((message.kind, RunState(segment).value)))
         session.fail(raised(ValueError("broken")))
         assert order == [("failed", 0)]
         assert RunState(segment).value == ABORTED
+
+
+def test_a_failure_that_can_be_survived_ends_the_process_and_not_the_run(ends: tuple[Connection, Connection]) -> None:
+    caller, child = ends
+    with small_segment() as segment:
+        session = ChildSession(child)
+        _, state = session.attach(segment.name, segment.run_id, survivable=True)
+        keys = {name: bell.prepare() for name, bell in state.bells.items()}
+        session.fail(raised(ValueError("broken")))
+        assert receive(caller).content.message == "broken"
+        assert not state.is_running(), "the roles of this process end"
+        assert RunState(segment).is_running(), "those of others do not"
+        assert all(bell.wait(keys[name], 0) for name, bell in state.bells.items()), "a thread asleep hears of it"
 
 
 def test_before_a_child_has_joined_there_is_no_run_to_abort(ends: tuple[Connection, Connection]) -> None:
@@ -174,8 +187,8 @@ def test_a_child_joins_only_the_run_it_was_started_for(ends: tuple[Connection, C
     with small_segment() as segment:
         session = ChildSession(child)
         with pytest.raises(SegmentInUseError, match="another run"):
-            session.attach(segment.name, segment.run_id + 1)
+            session.attach(segment.name, segment.run_id + 1, survivable=False)
         assert session.state is None
-        joined = session.attach(segment.name, segment.run_id)
+        joined, _ = session.attach(segment.name, segment.run_id, survivable=False)
         assert session.state is not None and session.state.is_running()
         joined.close()

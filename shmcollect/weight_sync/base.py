@@ -90,6 +90,15 @@ class WeightSyncScheme(ABC):
         self._connect(channel)
         self._connected = True
 
+    def reconnect(self, offer: Any, channel: Channel) -> None:
+        """Joins the sender to a receiver that takes the place of a dead one; it gets what was committed last.
+
+        Raises:
+            WeightsError: The new receiver has other weights than the one before, or the scheme cannot do this.
+        """
+        self._check("sender", "reconnect()")
+        self._reconnect(offer, channel)
+
     def send(self, weights: Weights) -> int:
         """Sends weights and returns their version. Never waits for the receiver, which gets the newest it finds.
 
@@ -132,6 +141,9 @@ class WeightSyncScheme(ABC):
 
     @abstractmethod
     def _connect(self, channel: Channel) -> None: ...
+
+    def _reconnect(self, offer: Any, channel: Channel) -> None:
+        raise WeightsError(f"the scheme {self.name!r} cannot go on with another receiver")
 
     @abstractmethod
     def _stage(self, weights: Weights) -> int: ...

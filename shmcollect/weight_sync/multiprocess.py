@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -33,6 +34,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self._module = nn.Module()
         self._version = 0
         self._staged: bytes | None = None
+        self._latest: bytes | None = None  # what was committed last, for a receiver that comes later
         self._committed = 0
 
     def _offer(self, module: nn.Module | None) -> Schema:
@@ -53,6 +55,14 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         else:
             self._connection: Connection | None = connection
 
+    def _reconnect(self, offer: Schema, channel: Channel) -> None:
+        if offer.hash != self._schema.hash:
+            raise WeightsError(f"expected a receiver of schema {self._schema.hash:#x}, got {offer.hash:#x}")
+        self._mailer.close()
+        self._connect(channel)
+        if self._latest is not None:
+            self._mailer.post(self._latest)
+
     def _stage(self, weights: Weights) -> int:
         tensors = self._schema.match(weights, same_shapes=False)
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
@@ -68,8 +78,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             BrokenPipeError: The receiver is gone. Or another error of the connection.
         """
         if self._staged is not None:
-            self._mailer.post(self._staged)
-            self._staged, self._committed = None, self._version
+            self._latest, self._staged, self._committed = self._staged, None, self._version
+            self._mailer.post(self._latest)
         return self._committed
 
     def _receive(self) -> int:
@@ -104,7 +114,8 @@ class _Mailer:
     """A thread that writes messages to a connection; of those that wait, the last one."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        # Its own descriptor: the connection's may be closed, and its number used again, while this thread writes.
+        self._connection = Connection(os.dup(connection.fileno()), readable=False)
         self._news = threading.Condition()
         self._message: bytes | None = None
         self._closed = False
@@ -123,9 +134,10 @@ class _Mailer:
         with self._news:
             self._closed = True
             self._news.notify()
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_WR)  # ends a write to a receiver that does not read
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end, contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_WR)  # ends a write to a receiver that does not read; a dead one reads no more
         self._thread.join()
+        self._connection.close()
 
     def _work(self) -> None:
         while True:

@@ -24,6 +24,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def _connect(self, channel: Channel) -> None:
         pass
 
+    def _reconnect(self, offer: object, channel: Channel) -> None:
+        pass
+
     def _stage(self, weights: Weights) -> NoReturn:
         raise WeightsError(
             "this policy takes no new weights: it is no nn.Module (nor a method of one), or weight_sync is 'none'"

@@ -9,7 +9,7 @@ from typing import Any
 
 from shmcollect.policy import module_of
 from shmcollect.run_state import RunState
-from shmcollect.weight_sync.base import Weights, WeightSyncScheme
+from shmcollect.weight_sync.base import Channel, Weights, WeightSyncScheme
 
 
 class Publisher:
@@ -52,5 +52,16 @@ class Publisher:
 
     def commit(self) -> None:
         """Steps that are granted from now on are run with what was published last."""
-        with self._lock, contextlib.suppress(ConnectionError):  # a receiver that is gone is reported by its watcher
-            self._state.required_version = self._scheme.commit()
+        with self._lock:
+            with contextlib.suppress(ConnectionError):  # a receiver that is gone is reported by its watcher
+                self._scheme.commit()
+            self._state.required_version = self.version
+
+    def reconnect(self, offer: Any, channel: Channel) -> None:
+        """Goes on with the inference process that takes the place of a dead one.
+
+        Raises:
+            WeightsError: Its policy has other weights.
+        """
+        with self._lock:
+            self._scheme.reconnect(offer, channel)

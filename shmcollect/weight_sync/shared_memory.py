@@ -68,6 +68,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self._staging = np.empty(segment.layout.image_bytes, np.uint8)
         self._values = self._schema.views(torch.from_numpy(self._staging))
 
+    def _reconnect(self, offer: Schema, channel: Channel) -> None:
+        if offer.hash != self._schema.hash:
+            raise WeightsError(f"expected a receiver of schema {self._schema.hash:#x}, got {offer.hash:#x}")
+
     def shutdown(self) -> None:
         """See `WeightSyncScheme.shutdown`; lets go of the segment's memory."""
         if self._connected and not self._closed:
