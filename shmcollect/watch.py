@@ -25,6 +25,7 @@ from shmcollect.supervisor import Child, error_of, not_ready, overdue, unfit
 from shmcollect.weight_sync import Channel
 
 _LOG = logging.getLogger("shmcollect")
+_LOG.addHandler(logging.NullHandler())  # the engine prints nothing by itself
 _LAST_CHANCE_S = 1.0  # for a child that has failed to close its envs
 _LOOK_AT_ENVS_S = 0.02
 _MOST_ENVS_NAMED = 8
