@@ -265,7 +265,7 @@ class EnvWorker:
         return done + interrupted
 
     def _interrupt(self, acted: list[int]) -> int:
-        """Ends the episodes an earlier worker left, of envs with an action; takes these off the list. Returns how many."""
+        """Ends the episodes an earlier worker left, of envs that have an action; returns how many."""
         envs = [env for env in acted if env in self._interrupted]
         for env in envs:
             self._steppers[env - self._first].interrupt(self._interrupted.pop(env))
