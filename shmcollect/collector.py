@@ -430,7 +430,7 @@ class _Alone:
 
 def _close_dropped(run: Run, name: str) -> None:
     """What happens to a collector nobody closed: garbage collected, or alive when the interpreter ends."""
-    run.close()
+    run.close(is_exit=True)
     warnings.warn(f"the collector {name!r} was never closed", ResourceWarning, stacklevel=2)
 
 

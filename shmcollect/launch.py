@@ -6,7 +6,8 @@ the segment is created -> everyone attaches
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from shmcollect.policy import ExtrasField
 from shmcollect.run_state import STOPPING, RunState
 from shmcollect.seeding import env_seeds, inference_seed, root_sequence, worker_seed
 from shmcollect.segment import Segment
+from shmcollect.signals import Held, Termination
 from shmcollect.spec import Tree, without
 from shmcollect.supervisor import Child, Supervisor, pickled
 from shmcollect.weight_sync import Channel, Publisher, WeightSyncScheme
@@ -62,20 +64,32 @@ class Run:
     segment: Segment | None = None
     state: RunState | None = None
     publisher: Publisher | None = None
+    termination: Termination = field(default_factory=Termination)
 
-    def close(self) -> list[str]:
+    def close(self, *, is_exit: bool = False) -> list[str]:
         """Stops and reaps the children, then removes the segment; returns what went wrong on the way.
 
-        Does nothing the second time, or in a fork of the process that started the run.
+        Does nothing the second time, or in a fork of the process that started the run. A Ctrl-C meanwhile ends the
+        patience with envs that are being closed; it is raised when all is done, unless this is because of another one.
+
+        Args:
+            is_exit: Whether the interpreter is ending, so that nobody is there to raise it to.
         """
         if not self.supervisor.is_owner():
             return []
+        is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)
+        with Held(raises=not (is_exit or is_interrupted)) as held:
+            texts = self._close(lambda: bool(held.came))
+        self.termination.end()
+        return texts
+
+    def _close(self, is_urgent: Callable[[], bool]) -> list[str]:
         try:
             if self.state is not None:
                 self.state.end(STOPPING)
             if self.publisher is not None:
                 self.publisher.close()
-            return self.supervisor.stop(_GRACE_S)
+            return self.supervisor.stop(_GRACE_S, is_urgent)
         finally:
             if self.segment is not None:
                 self.segment.unlink()

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -185,8 +185,13 @@ class Supervisor:
         """Whether this is the process that started the children, and not a fork of it."""
         return os.getpid() == self._owner_pid
 
-    def stop(self, grace_s: float) -> list[str]:
-        """Waits for the children to end, kills those that don't, and reaps all; returns the warnings they left."""
+    def stop(self, grace_s: float, is_urgent: Callable[[], bool] = lambda: False) -> list[str]:
+        """Waits for the children to end, kills those that don't, and reaps all; returns the warnings they left.
+
+        Args:
+            grace_s: Seconds to wait.
+            is_urgent: Asked on the way whether to wait no longer.
+        """
         for child in self.children:
             if not child.has_joined and not child.envs:
                 child.process.kill()  # still importing torch, perhaps for seconds; it has nothing to close
@@ -195,7 +200,7 @@ class Supervisor:
         texts: list[str] = []
         try:
             for child in self.children:
-                _wait(child, deadline)
+                _wait(child, deadline, is_urgent)
         finally:
             for child in self.children:
                 texts += _reap(child)
@@ -222,9 +227,9 @@ def _hang_up(connection: Connection) -> None:
         end.detach()
 
 
-def _wait(child: Child, deadline: float) -> None:
+def _wait(child: Child, deadline: float, is_urgent: Callable[[], bool]) -> None:
     """Waits for a child to end, reading what it says, so that it never blocks on a full connection."""
-    while not child.has_ended() and time.monotonic() < deadline:
+    while not child.has_ended() and time.monotonic() < deadline and not is_urgent():
         ready = select.poll()
         ready.register(child.pidfd, select.POLLIN)
         if not child.has_hung_up:

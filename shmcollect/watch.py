@@ -21,6 +21,7 @@ from shmcollect.errors import ChildError, SpecError, WeightsError
 from shmcollect.launch import Started
 from shmcollect.patience import Patience
 from shmcollect.ring import ACTED, OBSERVED, Rings
+from shmcollect.signals import Held
 from shmcollect.supervisor import Child, error_of, not_ready, overdue, unfit
 from shmcollect.weight_sync import Channel
 
@@ -74,19 +75,25 @@ class Watch:
             return
         self._is_looking = True
         try:
-            for child in self._supervisor.failed():
-                if child.process.pid not in self._leaving:
-                    self._give_up(child, error_of(child, self._where(child)))
-            if late := self._clocks.look():
-                self._check_overdue(*late)
-            for pid, (child, patience) in list(self._leaving.items()):
-                if child.has_ended() or patience.look():
-                    del self._leaving[pid]
-                    self._replace(child)
-            for pid in list(self._joining):
-                self._advance(pid)
+            failed, late = self._supervisor.failed(), self._clocks.look()
+            if failed or late or self._leaving or self._joining:
+                with Held():  # an interrupt in the middle would leave a place empty
+                    self._deal_with(failed, late)
         finally:
             self._is_looking = False
+
+    def _deal_with(self, failed: list[Child], late: tuple[int, int, float] | None) -> None:
+        for child in failed:
+            if child.process.pid not in self._leaving:
+                self._give_up(child, error_of(child, self._where(child)))
+        if late:
+            self._check_overdue(*late)
+        for pid, (child, patience) in list(self._leaving.items()):
+            if child.has_ended() or patience.look():
+                del self._leaving[pid]
+                self._replace(child)
+        for pid in list(self._joining):
+            self._advance(pid)
 
     def close(self) -> None:
         """Lets go of the segment."""

@@ -621,7 +621,7 @@ def test_closing_in_a_signal_handler_ends_the_wait_with_a_closed_error(sync: boo
 def test_an_interrupt_while_looking_after_the_children_does_not_close_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with make() as collector:
         with monkeypatch.context() as patched:
-            patched.setattr(collector._supervisor, "check", fails(KeyboardInterrupt()))
+            patched.setattr(collector._supervisor, "failed", fails(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 collector.pause()
                 collector.next_batch()

@@ -119,3 +119,80 @@ def test_children_end_within_two_seconds_of_their_killed_parent(kind: str) -> No
     reclaim = f"from shmcollect.segment import _lock, _reclaim\nwith _lock(): _reclaim({name!r})"
     assert run(reclaim).returncode == 0
     assert nothing_of(name)
+
+
+SLOW_TO_CLOSE = SCRIPT.replace(
+    "    def step", "    def close(self):\n        import time; time.sleep(3)\n    def step"
+).replace("num_envs=4", "num_envs=2, num_workers=2")
+
+
+def test_a_second_ctrl_c_while_closing_ends_at_once_with_one_keyboard_interrupt() -> None:
+    process, name, children = start(SLOW_TO_CLOSE + "\nwith collector:\n    for batch in collector: pass")
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    interrupted_s = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - interrupted_s < 2
+    assert errors.count("Traceback") == 1 and "KeyboardInterrupt" in errors.rstrip().splitlines()[-1], errors
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert nothing_of(name)
+
+
+def test_a_ctrl_c_while_closing_is_raised_once_everything_is_gone() -> None:
+    ending = """
+try:
+    collector.close()
+except KeyboardInterrupt:
+    import psutil
+    print(len(psutil.Process().children()))
+"""
+    process, name, children = start(SLOW_TO_CLOSE + ending)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert (output.strip(), process.returncode) == ("0", 0), errors
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert nothing_of(name)
+
+
+def test_sigterm_is_a_clean_exit_that_closes_every_env(tmp_path: Path) -> None:
+    script = SCRIPT.replace(
+        "    def step",
+        f"    def close(self):\n        import os; open('{tmp_path}/' + str(id(self)), 'w').close()\n    def step",
+    )
+    process, name, children = start(script + "\nfor batch in collector: pass")
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (143, "")
+    assert len(list(tmp_path.iterdir())) == 4
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert nothing_of(name)
+
+
+def test_a_programs_own_handler_of_sigterm_stays_and_after_close_the_default_is_back() -> None:
+    script = """
+import signal
+def mine(*_): print("mine", flush=True)
+signal.signal(signal.SIGTERM, mine)
+"""
+    check = """
+import os
+os.kill(os.getpid(), signal.SIGTERM)
+collector.close()
+assert signal.getsignal(signal.SIGTERM) is mine
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+AsyncBatchedCollector(Lonely, lambda obs: (obs[:, 0] > 0).long(), num_envs=1, frames_per_batch=1).close()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+    result = run(script + SCRIPT + check)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("mine") == 1
+
+
+def test_a_run_survives_the_end_of_its_terminal_under_nohup() -> None:
+    script = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SCRIPT
+    process, _, _ = start(script + "\nfor n, batch in zip(range(50), collector): pass\ncollector.close()")
+    os.killpg(process.pid, signal.SIGHUP)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
