@@ -45,14 +45,14 @@ def zeros(obs: Any) -> torch.Tensor:
 def test_env_workers_import_no_torch_use_one_thread_and_make_the_envs_there() -> None:
     before = torch.get_num_threads()
     with make(Probe, zeros) as collector:
-        obs = collector.next_batch().obs
+        batch = collector.next_batch()
+        obs = batch.obs
         workers = {child.process.pid for child in collector._supervisor.children if child.kind == "env worker"}
         assert set(obs[..., 0].int().flatten().tolist()) == workers
         assert not obs[..., 1].any(), "torch was imported in a worker"
         assert (obs[..., 2] == 1).all()
-        assert [seed for seed in obs[:, :, 3].amax(1).tolist() if seed] == [
-            float(collector.env_seeds[env]) for env in range(4)
-        ]
+        first = {env: seed for env, seed in zip(batch.env_index.tolist(), obs[:, 0, 3].tolist(), strict=True) if seed}
+        assert first == {env: float(seed) for env, seed in enumerate(collector.env_seeds)}
         assert len(set(obs[:, 0, 4].tolist())) == 4 and len(set(obs[:, 0, 5].tolist())) == 4
     assert torch.get_num_threads() == before
 
