@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo learn test lint types unit sanitize campaign faults clean
+.PHONY: demo learn test lint types unit sanitize campaign faults model clean
 
 demo: $(READY)
 	$(PYTHON) -m shmcollect run CartPole-v1 --frames 1_000_000
@@ -32,6 +32,9 @@ unit: $(READY)
 
 campaign: $(READY)
 	$(PYTHON) -m pytest -m campaign
+
+model: $(READY)
+	$(PYTHON) tests/protocol/check_models.py
 
 faults: $(READY)
 	$(PYTHON) -m tests.faults --seconds 600 --seed 0
