@@ -26,6 +26,7 @@ class Check:
     Attributes:
         name: What it looks at.
         options: Definitions for the model, e.g. ``"CRASHES=2"``.
+        model: Its file, without the ending.
         is_right: Whether the model is of the right protocol.
         is_quick: Whether it takes seconds.
         is_sampled: Whether the state space is too large to be searched as a whole (bitstate search).
@@ -33,6 +34,7 @@ class Check:
 
     name: str
     options: tuple[str, ...] = ()
+    model: str = "rings"
     is_right: bool = True
     is_quick: bool = True
     is_sampled: bool = False
@@ -52,6 +54,12 @@ CHECKS = (
     Check("one step granted too many", ("GRANT_ONE_MORE",), is_right=False),
     Check("a successor that rings no bells", ("RINGS_NO_BELL", "CRASHES=1"), is_right=False),
     Check("a successor that rewrites a published slot", ("REWRITES", "CRASHES=1"), is_right=False),
+    Check("weights, two crashes", ("CRASHES=2",), "weights"),
+    Check("weights by their counts alone, one crash", ("NO_ANNOUNCEMENT",), "weights"),
+    Check("weights: count even before they are written", ("EVEN_FIRST", "NO_ANNOUNCEMENT"), "weights", is_right=False),
+    Check("weights: odd counts ignored", ("ODD_IGNORED", "NO_ANNOUNCEMENT"), "weights", is_right=False),
+    Check("weights: no second look at the count", ("NO_REVALIDATION", "NO_ANNOUNCEMENT"), "weights", is_right=False),
+    Check("weights: the version of the latest bank", ("VERSION_OF_LATEST",), "weights", is_right=False),
 )
 
 
@@ -84,7 +92,7 @@ def search(check: Check) -> Outcome:
         def run(*command: str) -> str:
             return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
 
-        run("spin", "-a", *(f"-D{each}" for each in check.options), str(FOLDER / "rings.pml"))
+        run("spin", "-a", *(f"-D{each}" for each in check.options), str(FOLDER / f"{check.model}.pml"))
         how = ["-DBITSTATE"] if check.is_sampled else ["-DCOLLAPSE", f"-DMEMLIM={MEMORY_MB}"]
         run("gcc", "-O2", "-w", "-DSAFETY", *how, "-o", "pan", "pan.c")
         text = run("./pan", "-m200000", *(["-w31"] if check.is_sampled else []))
