@@ -121,7 +121,7 @@ class Segment:
             SegmentSpaceError: The file system cannot hold ``layout.size_bytes``.
         """
         check_name(name)
-        with _lock():
+        with locked():
             _reclaim(name)
             _check_space(layout.size_bytes)
             shared = posix_ipc.SharedMemory(f"/{PREFIX}{name}", posix_ipc.O_CREX, mode=0o600, size=0)
@@ -172,7 +172,7 @@ class Segment:
 
 def unlink(name: str, run_id: int) -> bool:
     """Removes a name if it belongs to this run; says whether it did."""
-    with _lock():
+    with locked():
         try:
             buffer = _map(name, writable=False)
         except (FileNotFoundError, SegmentError):
@@ -315,7 +315,7 @@ def _space_error(needed: int) -> SegmentSpaceError:
 
 
 @contextlib.contextmanager
-def _lock() -> Iterator[None]:
+def locked() -> Iterator[None]:
     """Excludes every other starter, reclaimer and sweeper that sees the same shared memory.
 
     The lock is on the directory itself: it needs no file of its own and holds across containers that share it.
