@@ -1,7 +1,7 @@
 """Finds what dead runs have left in shared memory, and removes it.
 
-A run whose owner is killed or crashes leaves its segment; the next run of the same name removes it. This is for names that
-nobody uses again.
+A run whose owner is killed or crashes leaves its segment; the next run of the same name removes it. This is for names
+that nobody uses again.
 """
 
 from __future__ import annotations
