@@ -342,7 +342,8 @@ class _Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # Once a signal has come the process is about to end: another one must not kill it on its last steps.
+            signal.signal(number, handler if self._received is None else signal.SIG_IGN)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._received is None and not self._held:
