@@ -3,7 +3,7 @@
 ::
 
     0        header    magic · layout_version (written last) · size · owner pid, start time, pid namespace ·
-                       run id · creation time · where the description lies, and its checksum
+                       run id · creation time · where the description lies, its checksum, the header's
     4096     words     run state · pause count, its acknowledgement · grant count · reset count ·
                        required version                                                    (a cache line each)
              bells     one per worker · inference · learner                                (a cache line each)
@@ -39,12 +39,13 @@ import numpy as np
 
 from shmcollect.histogram import NUM_BUCKETS
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 MAGIC = int.from_bytes(b"SHMCOLCT", "little")
 CACHE_LINE = 128  # bytes; two x86 lines, because the adjacent one is prefetched, and one line of some ARM cores
 ROW_ALIGNMENT = 64  # bytes; a multiple of every item size, so that strided views stay aligned
 PAGE = 4096
 
+# They keep their places in every version, so that each can tell whose a segment of another is; new ones follow.
 HEADER_WORDS = (
     "magic",
     "layout_version",
@@ -57,6 +58,7 @@ HEADER_WORDS = (
     "description_offset",
     "description_bytes",
     "description_crc",
+    "header_crc",
 )
 HEADER = {name: 8 * i for i, name in enumerate(HEADER_WORDS)}
 CONTROL_WORDS = ("run_state", "pause_count", "pause_acknowledged", "grant_count", "reset_count", "required_version")
@@ -272,18 +274,25 @@ class Layout:
         ).encode()
 
     @classmethod
-    def from_description(cls, description: bytes) -> Layout:
+    def from_description(cls, description: bytes, size_bytes: int | None = None) -> Layout:
         """The same map again.
+
+        Args:
+            description: What `describe` returned.
+            size_bytes: The size of the segment it was found in. A map of another size is refused, and one that cannot
+                fit before it is computed: whoever wrote the description must not make us compute for ever.
 
         Raises:
             ValueError: The bytes are not such a description.
         """
         try:
             facts = json.loads(description)
+            _check_facts(facts, size_bytes)
             fields = tuple(
                 Field(kind, tuple(path), np.dtype(dtype), tuple(shape)) for kind, path, dtype, shape in facts["fields"]
             )
-            return cls(
+            _check_fields(fields)
+            layout = cls(
                 tuple(facts["worker_envs"]),
                 facts["capacity"],
                 facts["rollout_length"],
@@ -293,8 +302,13 @@ class Layout:
                 facts["image_bytes"],
                 facts["image_readers"],
             )
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"not a layout description: {error!r}") from error
+        if size_bytes is not None and layout.size_bytes != size_bytes:
+            raise ValueError(f"it has {size_bytes} bytes, its description makes {layout.size_bytes}")
+        if layout.describe() != description:
+            raise ValueError("its description says more than a map is made of")
+        return layout
 
 
 class _Allocator:
@@ -307,6 +321,52 @@ class _Allocator:
         start = align(self.offset, CACHE_LINE)
         self.offset = start + size_bytes
         return start
+
+
+# The element types that the native core copies (see _rings.c).
+_DTYPES = frozenset(np.dtype(letter).str for letter in "?bBhHiIqQefd")
+_MOST_DIMENSIONS = 30  # two more, env and slot, make the 32 of NumPy 1
+
+
+def _check_facts(facts: Any, size_bytes: int | None) -> None:
+    """Refuses facts of a wrong type or range, before anything is computed or allocated from them."""
+    for name, least in {"capacity": 1, "rollout_length": 1, "image_bytes": 0, "image_readers": 0}.items():
+        _expect(type(facts[name]) is int and facts[name] >= least, name, facts[name], f"an integer >= {least}")
+    envs = facts["worker_envs"]
+    _expect(_are(int, envs) and min(envs, default=1) >= 1, "worker_envs", envs, "counts >= 1")
+    for kind, path, dtype, shape in facts["fields"]:
+        named = type(kind) is str and all(isinstance(key, str | int) for key in path)
+        _expect(named, "a field", [kind, path], "a kind and a path")
+        _expect(dtype in _DTYPES, f"the dtype of {kind}", dtype, f"one of {sorted(_DTYPES)}")
+        fits = _are(int, shape) and len(shape) <= _MOST_DIMENSIONS and min(shape, default=0) >= 0
+        _expect(fits, f"the shape of {kind}", shape, f"at most {_MOST_DIMENSIONS} lengths >= 0")
+    _expect(all(_are(str, names) for names in facts["counters"].values()), "counters", facts["counters"], "names")
+    _expect(_are(str, list(facts["labels"].values())), "labels", facts["labels"], "texts")
+    # What the counts alone take, without the sizes of rows and images: five cursors per env, two lines per reader.
+    least = 5 * 8 * sum(envs) + 2 * CACHE_LINE * facts["image_readers"]
+    fits = size_bytes is None or least <= size_bytes
+    _expect(fits, "envs and readers", [sum(envs), facts["image_readers"]], f"what fits {size_bytes} bytes")
+
+
+def _check_fields(fields: tuple[Field, ...]) -> None:
+    """Refuses fields other than `slot_fields` makes; a segment for weights alone has none."""
+    of = {kind: [each for each in fields if each.kind == kind] for kind in ("obs", "action", "extras", "final_obs")}
+    expected = slot_fields(of["obs"], of["action"], of["extras"], final_obs=bool(of["final_obs"]))
+    _expect(fields in ((), expected), "the fields of a slot", _brief(fields), str(_brief(expected)))
+
+
+def _brief(fields: tuple[Field, ...]) -> list[str]:
+    return [f"{each.kind} {each.dtype.str}{list(each.shape)}" for each in fields]
+
+
+def _are(kind: type, values: Any) -> bool:
+    return type(values) is list and all(type(value) is kind for value in values)
+
+
+def _expect(fits: object, what: str, got: object, expected: str) -> None:
+    if not fits:
+        shown = repr(got)
+        raise ValueError(f"{what}: expected {expected}, got {shown if len(shown) < 200 else shown[:200] + '...'}")
 
 
 def _plain(key: Hashable) -> str | int:

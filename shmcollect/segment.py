@@ -22,56 +22,21 @@ from dataclasses import dataclass
 
 import posix_ipc
 
-from shmcollect import _native
 from shmcollect.errors import (
     ConfigError,
-    LayoutVersionError,
     NotASegmentError,
     SegmentError,
     SegmentInUseError,
     SegmentNotReadyError,
     SegmentSpaceError,
 )
-from shmcollect.layout import HEADER, LAYOUT_VERSION, MAGIC, PAGE, Layout
+from shmcollect.header import Header, Owner
+from shmcollect.layout import PAGE, Layout
 
 SHM_DIRECTORY = "/dev/shm"
 PREFIX = "shmcollect."
 _LOCK_TIMEOUT_S = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who created a segment: enough to tell a live process from one that has its pid today."""
-
-    pid: int
-    start_ticks: int
-    pid_namespace: int
-
-    @classmethod
-    def this_process(cls) -> Owner:
-        """The calling process."""
-        pid = os.getpid()
-        return cls(pid, _start_ticks(pid) or 0, os.stat("/proc/self/ns/pid").st_ino)
-
-    def is_here(self) -> bool:
-        """Whether the owner's pid can be judged from here."""
-        return self.pid_namespace == os.stat("/proc/self/ns/pid").st_ino
-
-    def is_alive(self) -> bool:
-        """Whether that very process still runs (a zombie does not)."""
-        return self.start_ticks == _start_ticks(self.pid)
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat (see proc(5)); None for a process that is gone or a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            # The command name, field 2, may hold spaces and parentheses.
-            state, *rest = stat.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in (b"Z", b"X") else int(rest[18])
 
 
 def check_name(name: str) -> str:
@@ -101,14 +66,15 @@ class Segment:
         buffer: The mapping. NumPy views of it keep the memory alive after `close`.
         layout: Where everything lies.
         run_id: Random number of this run; children compare it, so that none joins a namesake.
+        owner: Who created it.
     """
 
-    def __init__(self, name: str, buffer: mmap.mmap, layout: Layout) -> None:
+    def __init__(self, name: str, buffer: mmap.mmap, layout: Layout, header: Header) -> None:
         self.name = name
         self.buffer = buffer
         self.layout = layout
-        self.run_id = _native.load(buffer, HEADER["run_id"])
-        self.owner = _owner(buffer)
+        self.run_id = header.words["run_id"]
+        self.owner = header.owner
 
     @classmethod
     def create(cls, name: str, layout: Layout) -> Segment:
@@ -121,20 +87,20 @@ class Segment:
             SegmentSpaceError: The file system cannot hold ``layout.size_bytes``.
         """
         check_name(name)
-        with locked():
+        with lock():
             _reclaim(name)
             _check_space(layout.size_bytes)
             shared = posix_ipc.SharedMemory(f"/{PREFIX}{name}", posix_ipc.O_CREX, mode=0o600, size=0)
             try:
                 _reserve(shared.fd, layout.size_bytes)
                 buffer = mmap.mmap(shared.fd, layout.size_bytes)
-                _write_header(buffer, layout)
+                header = _write_header(buffer, layout)
             except BaseException:
-                posix_ipc.unlink_shared_memory(f"/{PREFIX}{name}")
+                remove(name)
                 raise
             finally:
                 shared.close_fd()
-        return cls(name, buffer, layout)
+        return cls(name, buffer, layout, header)
 
     @classmethod
     def attach(cls, name: str, *, run_id: int | None = None, writable: bool = False) -> Segment:
@@ -153,12 +119,15 @@ class Segment:
             SegmentInUseError: It belongs to another run than ``run_id``, or to another user.
         """
         check_name(name)
-        buffer = _map(name, writable=writable)
-        layout = _read_layout(name, buffer)
-        segment = cls(name, buffer, layout)
-        if run_id is not None and segment.run_id != run_id:
-            raise SegmentInUseError(f"{name!r} is now another run: expected run id {run_id}, got {segment.run_id}")
-        return segment
+        with _open(name, writable=writable) as fd:
+            header = Header.read(fd, name)
+            header.check(name)
+            found = header.words["run_id"]
+            if run_id is not None and found != run_id:
+                raise SegmentInUseError(f"{name!r} is now another run: expected run id {run_id}, got {found}")
+            layout = _read_layout(fd, name, header)
+            buffer = _map(fd, name, layout.size_bytes, writable=writable)
+        return cls(name, buffer, layout, header)
 
     def close(self) -> None:
         """Unmaps the memory, or leaves that to the last array that still looks at it."""
@@ -170,75 +139,130 @@ class Segment:
         unlink(self.name, self.run_id)
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What has a name of ours, and whether it may be removed.
+
+    Attributes:
+        size_bytes: Its size.
+        created_s: When it was created (or last changed, unless it says so itself), in seconds since the epoch.
+        owner: Who created it; None where that cannot be told.
+        is_abandoned: It is ours, and nobody who still lives can own it.
+        reason: What it is and whose, in a few words.
+        is_foreign: It is not readable as a segment of ours.
+    """
+
+    size_bytes: int
+    created_s: float
+    owner: Owner | None
+    is_abandoned: bool
+    reason: str
+    is_foreign: bool = False
+
+
+def inspect(name: str) -> Finding:
+    """Judges what has this name. Call it under `lock`, where nobody is half-way through creating it.
+
+    Raises:
+        FileNotFoundError: Nothing has it.
+    """
+    status = os.lstat(f"{SHM_DIRECTORY}/{PREFIX}{name}")
+    size, changed_s = status.st_size, status.st_mtime
+    if status.st_uid != os.geteuid():
+        return Finding(size, changed_s, None, False, f"belongs to user {status.st_uid}")
+    try:
+        with _open(name) as fd:
+            header = Header.read(fd, name)
+            if not header.is_intact():
+                header.check(name)
+    except SegmentNotReadyError:  # its creator, who held the lock as we do now, died on the way
+        return Finding(size, changed_s, None, True, "never got an owner")
+    except SegmentError as error:
+        return Finding(size, changed_s, None, False, str(error), is_foreign=True)
+    owner, created_s = header.owner, header.words["created_ns"] / 1e9
+    if not owner.is_here():
+        return Finding(size, created_s, owner, False, f"belongs to pid {owner.pid} of another pid namespace")
+    if owner.is_alive():
+        return Finding(size, created_s, owner, False, f"in use by the live process {owner.pid}")
+    return Finding(size, created_s, owner, True, f"its owner, pid {owner.pid}, is gone")
+
+
+def remove(name: str) -> None:
+    """Removes a name, whoever has it; it may be gone already. Call it under `lock`.
+
+    Raises:
+        SegmentInUseError: It is not ours to remove.
+    """
+    try:
+        posix_ipc.unlink_shared_memory(f"/{PREFIX}{name}")
+    except posix_ipc.ExistentialError:
+        return
+    except posix_ipc.PermissionsError as error:
+        raise SegmentInUseError(f"{name!r} cannot be removed: {error}") from error
+
+
 def unlink(name: str, run_id: int) -> bool:
     """Removes a name if it belongs to this run; says whether it did."""
-    with locked():
+    with lock():
         try:
-            buffer = _map(name, writable=False)
+            with _open(name) as fd:
+                ours = Header.read(fd, name).words["run_id"] == run_id
         except (FileNotFoundError, SegmentError):
             return False
-        with buffer:
-            ours = _native.load(buffer, HEADER["run_id"]) == run_id
         if ours:
-            posix_ipc.unlink_shared_memory(f"/{PREFIX}{name}")
+            remove(name)
         return ours
 
 
-def _owner(buffer: mmap.mmap) -> Owner:
-    words = (_native.load(buffer, HEADER[w]) for w in ("owner_pid", "owner_start_ticks", "pid_namespace"))
-    return Owner(*words)
+def _write_header(buffer: mmap.mmap, layout: Layout) -> Header:
+    description, start = layout.describe(), layout.description_offset
+    buffer[start : start + len(description)] = description
+    header = Header.new(layout)
+    header.write(buffer)
+    return header
 
 
-def _write_header(buffer: mmap.mmap, layout: Layout) -> None:
-    owner = Owner.this_process()
-    description = layout.describe()
-    values = {
-        "magic": MAGIC,
-        "size_bytes": layout.size_bytes,
-        "owner_pid": owner.pid,
-        "owner_start_ticks": owner.start_ticks,
-        "pid_namespace": owner.pid_namespace,
-        "run_id": secrets.randbits(62),
-        "created_ns": time.time_ns(),
-        "description_offset": layout.description_offset,
-        "description_bytes": len(description),
-        "description_crc": zlib.crc32(description),
-    }
-    for word, value in values.items():
-        _native.store(buffer, HEADER[word], value)
-    buffer[layout.description_offset : layout.description_offset + len(description)] = description
-    _native.store(buffer, HEADER["layout_version"], LAYOUT_VERSION)  # SYNC: layout version
-
-
-def _read_layout(name: str, buffer: mmap.mmap) -> Layout:
-    version = _native.load(buffer, HEADER["layout_version"])  # SYNC: layout version
-    magic = _native.load(buffer, HEADER["magic"])
-    if version == 0 and magic in (0, MAGIC):
-        raise SegmentNotReadyError(f"{name!r} is being created (or its creator died doing so)")
-    if magic != MAGIC:
-        raise NotASegmentError(f"{name!r} is not a segment of shmcollect: magic {magic:#x}, expected {MAGIC:#x}")
-    if version != LAYOUT_VERSION:
-        raise LayoutVersionError(
-            f"{name!r} has layout version {version}; this shmcollect reads version {LAYOUT_VERSION}"
+def _read_layout(fd: int, name: str, header: Header) -> Layout:
+    """Reads the description, which must make just this file."""
+    status, words = os.fstat(fd), header.words
+    size, said = status.st_size, words["size_bytes"]
+    if size != said:
+        raise NotASegmentError(f"{name!r} is damaged: it has {size} bytes, its header says {said}")
+    # A page that is not there yet would be made when it is first touched, or be a SIGBUS where there is no more room.
+    if status.st_blocks * 512 < size:
+        raise NotASegmentError(f"{name!r} is damaged: of its {size} bytes only {status.st_blocks * 512} are allocated")
+    start, length = words["description_offset"], words["description_bytes"]
+    if not (PAGE <= start <= size and 0 < length <= size - start):
+        raise NotASegmentError(
+            f"{name!r} is damaged: its description would lie at {start}, {length} bytes long; it has {size} bytes"
         )
-    start = _native.load(buffer, HEADER["description_offset"])
-    size = _native.load(buffer, HEADER["description_bytes"])
-    if not (PAGE <= start <= len(buffer) and 0 < size <= len(buffer) - start):
-        raise NotASegmentError(f"{name!r} is damaged: its description would lie at {start}, {size} bytes long")
-    description = buffer[start : start + size]
-    if zlib.crc32(description) != _native.load(buffer, HEADER["description_crc"]):
-        raise NotASegmentError(f"{name!r} is damaged: its description does not match its checksum")
+    description = os.pread(fd, length, start)
+    checksum, said = zlib.crc32(description), words["description_crc"]
+    if checksum != said:
+        raise NotASegmentError(
+            f"{name!r} is damaged: the checksum of its description is {checksum:#x}, its header says {said:#x}"
+        )
     try:
-        layout = Layout.from_description(description)
+        layout = Layout.from_description(description, size)
     except ValueError as error:
         raise NotASegmentError(f"{name!r} is damaged: {error}") from error
-    if layout.size_bytes != len(buffer):
-        raise NotASegmentError(f"{name!r} is damaged: {len(buffer)} bytes, its description makes {layout.size_bytes}")
+    if layout.description_offset != start:
+        raise NotASegmentError(
+            f"{name!r} is damaged: its description lies at {start}, by what it says at {layout.description_offset}"
+        )
     return layout
 
 
-def _map(name: str, *, writable: bool) -> mmap.mmap:
-    """Maps whatever has this name, if it is at least a header long."""
+def _map(fd: int, name: str, size_bytes: int, *, writable: bool) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    except ValueError as error:  # it has become shorter
+        raise NotASegmentError(f"{name!r} is damaged: it had {size_bytes} bytes, and then less") from error
+
+
+@contextlib.contextmanager
+def _open(name: str, *, writable: bool = False) -> Iterator[int]:
+    """Opens what has this name, if it is a file."""
     path = f"{SHM_DIRECTORY}/{PREFIX}{name}"
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a fifo would block
     try:
@@ -250,14 +274,9 @@ def _map(name: str, *, writable: bool) -> mmap.mmap:
             raise
         raise NotASegmentError(f"{name!r} is not a segment of shmcollect: {error.strerror}") from error
     try:
-        mode, size = os.fstat(fd).st_mode, os.fstat(fd).st_size
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise NotASegmentError(f"{name!r} is not a segment of shmcollect: no regular file")
-        if size == 0:
-            raise SegmentNotReadyError(f"{name!r} is being created (or its creator died doing so)")
-        if size < PAGE:
-            raise NotASegmentError(f"{name!r} is not a segment of shmcollect: only {size} bytes")
-        return mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        yield fd
     finally:
         os.close(fd)
 
@@ -265,26 +284,17 @@ def _map(name: str, *, writable: bool) -> mmap.mmap:
 def _reclaim(name: str) -> None:
     """Removes the name of a dead run. Called under the lock, where nobody is half-way through creating."""
     try:
-        buffer = _map(name, writable=False)
+        found = inspect(name)
     except FileNotFoundError:
         return
-    except SegmentNotReadyError:
-        posix_ipc.unlink_shared_memory(f"/{PREFIX}{name}")
+    path = f"{SHM_DIRECTORY}/{PREFIX}{name}"
+    if found.is_foreign:
+        raise NotASegmentError(f"{path} exists and cannot be reclaimed: {found.reason}")
+    if found.is_abandoned:
+        remove(name)
         return
-    with buffer:
-        magic, version = (_native.load(buffer, HEADER[word]) for word in ("magic", "layout_version"))
-        owner, untouched = _owner(buffer), not any(buffer[:PAGE])
-    if magic != MAGIC and not untouched:
-        raise NotASegmentError(f"{SHM_DIRECTORY}/{PREFIX}{name} exists and is not a segment of shmcollect")
-    ready = version != 0  # otherwise its creator, who held the lock as we do now, died on the way
-    if ready and not owner.is_here():
-        raise SegmentInUseError(
-            f"{name!r} belongs to pid {owner.pid} of another pid namespace (a container?); "
-            f"choose another name, or remove {SHM_DIRECTORY}/{PREFIX}{name} if that run is over"
-        )
-    if ready and owner.is_alive():
-        raise SegmentInUseError(f"{name!r} is in use by the live process {owner.pid}; choose another name")
-    posix_ipc.unlink_shared_memory(f"/{PREFIX}{name}")
+    elsewhere = "" if found.owner and found.owner.is_here() else f", or remove {path} if that run is over"
+    raise SegmentInUseError(f"{name!r}: {found.reason}; choose another name{elsewhere}")
 
 
 def _check_space(size_bytes: int) -> None:
@@ -315,7 +325,7 @@ def _space_error(needed: int) -> SegmentSpaceError:
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[None]:
+def lock() -> Iterator[None]:
     """Excludes every other starter, reclaimer and sweeper that sees the same shared memory.
 
     The lock is on the directory itself: it needs no file of its own and holds across containers that share it.

@@ -214,7 +214,7 @@ def test_element_types_are_one_letter_of_the_struct_module(dtype: str) -> None:
 
 def test_the_header_is_a_page_and_its_first_words_never_move() -> None:
     """They are what other versions look at to tell that they are other versions."""
-    assert (HEADER["magic"], HEADER["layout_version"], LAYOUT_VERSION) == (0, 8, 3)
+    assert (HEADER["magic"], HEADER["layout_version"], LAYOUT_VERSION) == (0, 8, 4)
     assert MAGIC.to_bytes(8, "little") == b"SHMCOLCT"
     assert max(HEADER.values()) + 8 <= PAGE and set(CONTROL_WORDS) >= {"run_state"}
 

@@ -116,7 +116,7 @@ def test_children_end_within_two_seconds_of_their_killed_parent(kind: str) -> No
     process.communicate()
     _, alive = psutil.wait_procs(children, timeout=2)
     assert not alive, f"{alive} outlived their parent"
-    reclaim = f"from shmcollect.segment import _reclaim, locked\nwith locked(): _reclaim({name!r})"
+    reclaim = f"from shmcollect.segment import _reclaim, lock\nwith lock(): _reclaim({name!r})"
     assert run(reclaim).returncode == 0
     assert nothing_of(name)
 

@@ -34,9 +34,11 @@ from shmcollect.errors import (
     SegmentNotReadyError,
     SegmentSpaceError,
 )
+from shmcollect.header import Owner
 from shmcollect.layout import HEADER, HEADER_WORDS, LAYOUT_VERSION, MAGIC, PAGE, Field, Layout, slot_fields
 from shmcollect.ring import Rings
-from shmcollect.segment import Owner, Segment, check_name, new_name, unlink
+from shmcollect.segment import Segment, check_name, new_name, unlink
+from tests.forgery import forge
 
 # What every child process of these tests starts with.
 PREAMBLE = """
@@ -243,7 +245,7 @@ def test_an_owner_that_nobody_has_reaped_is_dead(name: str) -> None:
 
 def test_a_process_that_got_the_pid_of_a_dead_owner_does_not_own_its_name(name: str) -> None:
     mine = Segment.create(name, layout())
-    _native.store(mine.buffer, HEADER["owner_start_ticks"], mine.owner.start_ticks - 1)
+    forge(name, owner_start_ticks=mine.owner.start_ticks - 1)
     with created(name):
         pass
     mine.close()
@@ -251,8 +253,8 @@ def test_a_process_that_got_the_pid_of_a_dead_owner_does_not_own_its_name(name: 
 
 def test_an_owner_in_another_pid_namespace_cannot_be_judged(name: str) -> None:
     mine = Segment.create(name, layout())
-    _native.store(mine.buffer, HEADER["pid_namespace"], mine.owner.pid_namespace + 1)
-    _native.store(mine.buffer, HEADER["owner_pid"], 2**22 + 1)  # no pid of this namespace, which means nothing
+    # The pid is none of this namespace, which means nothing.
+    forge(name, pid_namespace=mine.owner.pid_namespace + 1, owner_pid=2**22 + 1)
     with pytest.raises(SegmentInUseError, match=rf"pid {2**22 + 1} of another pid namespace.*choose another name"):
         Segment.create(name, layout())
     assert Segment.attach(name).run_id == mine.run_id
