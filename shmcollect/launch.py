@@ -23,7 +23,7 @@ from shmcollect.seeding import env_seeds, inference_seed, root_sequence, worker_
 from shmcollect.segment import Segment
 from shmcollect.signals import Held, Termination
 from shmcollect.spec import Tree, without
-from shmcollect.supervisor import Child, Supervisor, pickled
+from shmcollect.supervisor import Child, Supervisor, check_descriptors, pickled
 from shmcollect.weight_sync import Channel, Publisher, WeightSyncScheme
 
 _GRACE_S = 5.0  # for closing the envs of a worker
@@ -134,7 +134,7 @@ def launch(request: RunRequest) -> Started:
     """Starts a run.
 
     Raises:
-        ConfigError: A factory or the policy cannot be sent to another process.
+        ConfigError: A factory or the policy cannot be sent to another process, or too few descriptors are left.
         ChildError: A child failed, or was not ready within ``startup_timeout``.
         SpecError: The envs' spaces don't fit fixed slots or differ.
         SegmentError: The segment cannot be created.
@@ -150,6 +150,7 @@ def launch(request: RunRequest) -> Started:
 
 def _launch(run: Run, request: RunRequest) -> Started:
     config, supervisor = request.config, run.supervisor
+    check_descriptors(1 + len(config.processes))
     plan = Plan(request)
     inference = plan.start_inference(supervisor)
     workers = [plan.start_workers(supervisor, process) for process in range(len(config.processes))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import select
 import signal
 import socket
@@ -29,6 +30,8 @@ _ENTRIES: dict[Kind, str] = {
     "inference server": "shmcollect.inference_server:main",
 }
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_CHILD_DESCRIPTORS = 2  # the pidfd and our end of the connection
+_OTHER_DESCRIPTORS = 12  # what starting one child takes for a moment, the segment, and looks into /proc
 _LAST_WORDS_S = 1.0  # how long to wait for the error record of a child that has just died
 
 
@@ -90,6 +93,22 @@ class Child:
             return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
         except psutil.NoSuchProcess:
             return False
+
+
+def check_descriptors(num_children: int) -> None:
+    """Refuses to start more children than this process may have descriptors for.
+
+    Raises:
+        ConfigError: The soft limit on descriptors (RLIMIT_NOFILE) is too low.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_children * _CHILD_DESCRIPTORS + _OTHER_DESCRIPTORS
+    taken = len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and taken + needed > limit:
+        raise ConfigError(
+            f"{num_children} processes need {needed} file descriptors, and {taken} of the {limit} this process may "
+            "have are open; use fewer workers (num_workers, workers_per_process) or raise the limit (ulimit -n)"
+        )
 
 
 class Supervisor:

@@ -196,3 +196,53 @@ def test_a_run_survives_the_end_of_its_terminal_under_nohup() -> None:
     os.killpg(process.pid, signal.SIGHUP)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
+
+
+DESCRIPTORS = """
+import os, resource
+import numpy as np, psutil, torch
+from shmcollect import AsyncBatchedCollector, ConfigError
+from shmcollect.supervisor import check_descriptors
+
+def zeros(obs):
+    return torch.zeros(len(obs), dtype=torch.int64)
+
+def taken():
+    return len(os.listdir("/proc/self/fd"))
+
+def run(num_envs):
+    with AsyncBatchedCollector(
+        "CartPole-v1", zeros, num_envs=num_envs, num_workers=2, rollout_length=4, frames_per_batch=4 * num_envs
+    ) as collector:
+        collector.next_batch()
+        return taken(), [len(os.listdir(f"/proc/{child.pid}/fd")) for child in psutil.Process().children()]
+
+before = taken()
+few = run(2)
+assert run(64) == few, "descriptors grow with envs"
+assert few[0] - before <= 2 * 3 + 2, few
+assert max(few[1]) <= 10, few
+assert taken() == before
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+for enough in range(before, before + 200):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+    try:
+        check_descriptors(3)
+    except ConfigError:
+        continue
+    break
+run(2)
+resource.setrlimit(resource.RLIMIT_NOFILE, (enough - 1, hard))
+try:
+    run(2)
+except ConfigError as error:
+    print(error)
+assert taken() == before and not psutil.Process().children()
+"""
+
+
+def test_descriptors_are_a_handful_per_child_and_too_few_are_told_before_anything_starts() -> None:
+    result = run(DESCRIPTORS)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"3 processes need 18 file descriptors, and \d+ of the \d+ .*\(ulimit -n\)", result.stdout)
