@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo learn test lint types unit sanitize campaign faults model clean
+.PHONY: demo learn test lint types unit sanitize campaign faults model soak clean
 
 demo: $(READY)
 	$(PYTHON) -m shmcollect run CartPole-v1 --frames 1_000_000
@@ -38,6 +38,9 @@ model: $(READY)
 
 faults: $(READY)
 	$(PYTHON) -m tests.faults --seconds 600 --seed 0
+
+soak: $(READY)
+	$(PYTHON) -m tests.soak --minutes 30
 
 sanitize: $(READY)
 	./tests/native/sanitize $(PYTHON)
