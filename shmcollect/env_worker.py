@@ -100,6 +100,8 @@ def main(session: ChildSession, content: tuple[bytes, Sequence[WorkerPayload]]) 
         workers = [
             EnvWorker(payload, _envs_of(payload, envs, first_env), segment, message, state) for payload in payloads
         ]
+        for payload in payloads:
+            state.mark_running(payload.index, True)  # before any step is granted: inference is to wait for them
         gc.freeze()  # what there is now stays: no use in looking at it again and again
         session.report("joined")
         if len(workers) == 1:
@@ -206,10 +208,9 @@ class EnvWorker:
         self._seeds_torch_late = payload.global_seed is not None and "torch" not in sys.modules
 
     def run(self, *, yields: bool = True) -> None:
-        """Publishes the first observations, then works until the run ends."""
+        """Publishes the first observations, then works until the run ends; the caller has marked it as running."""
         bell = self._state.bells[f"worker {self._index}"]
         bell.yields = yields
-        self._state.mark_running(self._index, True)
         try:
             self.take_over()
             run(self, bell, self._state)

@@ -131,6 +131,21 @@ def test_global_generators_and_actions_are_the_same_from_run_to_run() -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
+def test_inference_waits_for_a_worker_that_has_joined_but_is_late_for_its_first_step() -> None:
+    def late() -> Counter:
+        import time
+
+        from shmcollect import env_worker
+
+        env_worker._let_inference_first = lambda: time.sleep(0.4)
+        return Counter()
+
+    factories = [Counter, Counter, late, late]
+    with make(factories, sync=True, min_batch_size=4, server_timeout=None) as collector:
+        collector.next_batch()
+        assert collector.stats()["mean_inference_batch"] == 4
+
+
 def test_seeds_do_not_depend_on_the_number_of_workers() -> None:
     seeds = []
     for workers in (1, 3):
