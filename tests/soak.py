@@ -107,7 +107,7 @@ def complaints(samples: Sequence[Sample]) -> list[str]:
         if after > before:
             found.append(f"/dev/shm: {what} grew from {before:,} to {after:,}")
     before, after = cost_s(first), cost_s(last)
-    if abs(after / before - 1) > COST_TOLERANCE:
+    if after > before * (1 + COST_TOLERANCE):
         found.append(f"a frame cost {before * 1e6:.2f} us of processor time at first, {after * 1e6:.2f} us at last")
     return found
 
