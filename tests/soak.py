@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ WINDOW = 1 / 6  # of the run: five minutes of thirty
 COST_TOLERANCE = 0.05
 MEMORY_TOLERANCE_BYTES = 4 << 20  # what allocators may still settle; a leak of one byte per frame is far above
 PERIOD_S = 1.0
+PROCESS_MEASURES = (("bytes of memory", "memory_bytes", MEMORY_TOLERANCE_BYTES), ("descriptors", "descriptors", 0))
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,12 @@ def complaints(samples: Sequence[Sample]) -> list[str]:
     first, last = windows(samples)
     found = []
     for role in sorted({each.role for sample in samples for each in sample.processes}):
-        for what, of, tolerance in _MEASURES:
-            before, after = _typical(first, role, of), _typical(last, role, of)
+        for what, measure, tolerance in PROCESS_MEASURES:
+            before, after = _typical(first, role, measure), _typical(last, role, measure)
             if after > before + tolerance:
                 found.append(f"{role}: {what} grew from {before:,.0f} to {after:,.0f}")
-    for what, of_sample in (("names", _shm_names), ("bytes", _shm_bytes)):
-        before, after = max(map(of_sample, first)), max(map(of_sample, last))
+    for what, measure in (("names", "shm_names"), ("bytes", "shm_bytes")):
+        before, after = (max(getattr(sample, measure) for sample in window) for window in (first, last))
         if after > before:
             found.append(f"/dev/shm: {what} grew from {before:,} to {after:,}")
     before, after = cost_s(first), cost_s(last)
@@ -112,27 +113,10 @@ def complaints(samples: Sequence[Sample]) -> list[str]:
     return found
 
 
-def _typical(window: Sequence[Sample], role: str, of: Callable[[Process], int]) -> float:
-    return statistics.median(of(each) for sample in window for each in sample.processes if each.role == role)
-
-
-def _memory(process: Process) -> int:
-    return process.memory_bytes
-
-
-def _descriptors(process: Process) -> int:
-    return process.descriptors
-
-
-def _shm_names(sample: Sample) -> int:
-    return sample.shm_names
-
-
-def _shm_bytes(sample: Sample) -> int:
-    return sample.shm_bytes
-
-
-_MEASURES = (("bytes of memory", _memory, MEMORY_TOLERANCE_BYTES), ("descriptors", _descriptors, 0))
+def _typical(window: Sequence[Sample], role: str, measure: str) -> float:
+    return statistics.median(
+        getattr(each, measure) for sample in window for each in sample.processes if each.role == role
+    )
 
 
 def soak(seconds: float, num_envs: int = 32, warm_up_s: float = WARM_UP_S) -> list[Sample]:
@@ -168,8 +152,8 @@ def report(samples: Sequence[Sample]) -> str:
     first, last = windows(samples)
     lines = []
     for each in samples[-1].processes:
-        memory = [_typical(window, each.role, _memory) / 2**20 for window in (first, last)]
-        descriptors = [_typical(window, each.role, _descriptors) for window in (first, last)]
+        memory = [_typical(window, each.role, "memory_bytes") / 2**20 for window in (first, last)]
+        descriptors = [_typical(window, each.role, "descriptors") for window in (first, last)]
         lines.append(
             f"{each.role:18} memory {memory[0]:7.1f} -> {memory[1]:7.1f} MiB   "
             f"descriptors {descriptors[0]:.0f} -> {descriptors[1]:.0f}"

@@ -45,17 +45,18 @@ def zeros(obs: Any) -> torch.Tensor:
 def test_env_workers_import_no_torch_use_one_thread_and_make_the_envs_there() -> None:
     before = torch.get_num_threads()
     with make(Probe, zeros) as collector:
+        workers = {child.process.pid for child in collector._supervisor.children if child.kind == "env worker"}
         first: dict[int, list[float]] = {}  # of each env, its first observation: a batch may hold one env twice
         while len(first) < 4:
             batch = collector.next_batch()
             for env, obs in zip(batch.env_index.tolist(), batch.obs[:, 0].tolist(), strict=True):
                 first.setdefault(env, obs)
+            assert set(batch.obs[..., 0].int().flatten().tolist()) <= workers
             assert not batch.obs[..., 1].any(), "torch was imported in a worker"
             assert (batch.obs[..., 2] == 1).all()
         pid, _, _, seed, *draws, _, _ = (
             dict(zip(first, leaf, strict=True)) for leaf in zip(*first.values(), strict=True)
         )
-        workers = {child.process.pid for child in collector._supervisor.children if child.kind == "env worker"}
         assert set(pid.values()) == workers
         assert seed == {env: float(seed) for env, seed in enumerate(collector.env_seeds)}
         assert all(len(set(leaf.values())) == 4 for leaf in draws)
