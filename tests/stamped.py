@@ -140,6 +140,11 @@ class Judge:
         self._next = [(0, observation(env, lives[env], 0, 0, 0)) for env in range(self.num_envs)]
         self._restarts = [0] * self.num_envs
 
+    @property
+    def rows_by_env(self) -> list[int]:
+        """How many rows of each env were judged."""
+        return [sequence for sequence, _ in self._next]
+
     def look(self, batch: Batch) -> None:
         """Judges the rows of a batch, which came after those before."""
         for row, env in enumerate(batch.env_index.tolist()):
