@@ -42,6 +42,8 @@ def main(title: str, entry: str, control_fd: int, payload_fd: int, parent_pidfd:
             payload = pickle.load(file)
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(session, payload)
+        if os.getpid() == pid:
+            session.done()
     except CallerGoneError:
         pass
     except BaseException as error:

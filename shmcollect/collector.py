@@ -163,7 +163,7 @@ class AsyncBatchedCollector:
         )
         self._module = module_of(policy)
         self._busy, self._watching = threading.RLock(), threading.RLock()
-        self._closed = self._in_use = self._closes_later = False
+        self._in_use = self._closes_later = False
         started = launch(request)
         self._finalizer = weakref.finalize(self, _close_dropped, started.run, self.name)
         self._join(started)
@@ -311,7 +311,7 @@ class AsyncBatchedCollector:
     def _shut_down(self) -> list[str]:
         if not self._supervisor.is_owner() or self._finalizer.detach() is None:
             return []  # in a fork of the owner, everything belongs to the owner
-        self._closed = True
+        self._run.is_closing = True
         self._state.end(STOPPING)  # wakes a thread that is collecting: it raises ClosedError
         with self._busy:
             if self._in_use:  # called from within, perhaps by a signal handler: that call cleans up as it ends
@@ -386,6 +386,8 @@ class AsyncBatchedCollector:
                 self._check_open()
                 self._watch.look()
         except ChildError as error:
+            if self._run.is_closing:  # by another thread, meanwhile: children end because of that
+                self._check_open()
             for text in self._shut_down():
                 error.add_note(text)
             raise
@@ -393,7 +395,7 @@ class AsyncBatchedCollector:
     def _check_open(self) -> None:
         if not self._supervisor.is_owner():
             raise ClosedError(f"the collector {self.name!r} belongs to the process that made it, not to its forks")
-        if self._closed:
+        if self._run.is_closing:
             raise ClosedError(f"the collector {self.name!r} is closed")
 
     def _alone(self) -> _Alone:

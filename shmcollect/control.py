@@ -62,7 +62,7 @@ def _shorten(text: str) -> str:
 
 @dataclass(frozen=True)
 class Message:
-    """One message from a child: ``"report"``, ``"warning"`` or ``"failed"`` with what belongs to it."""
+    """One message from a child: ``"report"``, ``"warning"``, ``"failed"`` or ``"done"`` with what belongs to it."""
 
     kind: str
     content: Any
@@ -95,6 +95,10 @@ class ChildSession:
     def warn(self, text: str) -> None:
         """Something went wrong that does not end the run; the caller shows it as a warning."""
         send(self.connection, Message("warning", _shorten(text)))
+
+    def done(self) -> None:
+        """All there was to do is done: what keeps this process from ending now is none of ours."""
+        send(self.connection, Message("done", None))
 
     def receive(self) -> Any:
         """Waits for what the caller says next.

@@ -58,13 +58,18 @@ class RunRequest:
 
 @dataclass
 class Run:
-    """A run's processes and memory; `close` leaves nothing of either."""
+    """A run's processes and memory; `close` leaves nothing of either.
+
+    Attributes:
+        is_closing: Set before its children are told to end, so that nobody takes that for a failure.
+    """
 
     supervisor: Supervisor = field(default_factory=Supervisor)
     segment: Segment | None = None
     state: RunState | None = None
     publisher: Publisher | None = None
     termination: Termination = field(default_factory=Termination)
+    is_closing: bool = False
 
     def close(self, *, is_exit: bool = False) -> list[str]:
         """Stops and reaps the children, then removes the segment; returns what went wrong on the way.
@@ -77,6 +82,7 @@ class Run:
         """
         if not self.supervisor.is_owner():
             return []
+        self.is_closing = True
         is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)
         with Held(raises=not (is_exit or is_interrupted)) as held:
             texts = self._close(lambda: bool(held.came))

@@ -48,6 +48,7 @@ class Child:
         failure: The record of its failure.
         has_hung_up: Whether it has closed its end of the connection.
         has_joined: Whether it has attached to the run's segment.
+        is_done: Whether all that is left for it is to end.
     """
 
     kind: Kind
@@ -61,6 +62,7 @@ class Child:
     failure: ErrorRecord | None = None
     has_hung_up: bool = False
     has_joined: bool = False
+    is_done: bool = False
 
     @property
     def role(self) -> str:
@@ -80,6 +82,8 @@ class Child:
             self.reports.append(message.content)
         elif message.kind == "warning":
             self.warnings.append(f"{self.role}: {message.content}")
+        elif message.kind == "done":
+            self.is_done = True
         else:
             self.failure = message.content
 
@@ -259,10 +263,13 @@ def _wait(child: Child, deadline: float, is_urgent: Callable[[], bool]) -> None:
 
 def _reap(child: Child) -> list[str]:
     """Kills a child that still lives, collects it and closes what belongs to it; returns what it had to say."""
+    child.read()
     if not child.has_ended():
         child.process.kill()
-        hint = "; close() of its envs may not have run" if child.envs else ""
-        child.warnings.append(f"{child.role} did not end in time and was killed{hint}")
+        hint = "close() of its envs may not have run" if child.envs else ""
+        if child.is_done:
+            hint = "a thread or an exit handler went on after all was done"
+        child.warnings.append(f"{child.role} did not end in time and was killed{hint and '; ' + hint}")
     child.process.wait()
     child.read()
     child.connection.close()

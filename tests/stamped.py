@@ -205,7 +205,9 @@ class Judge:
         return observation(env, life, episode + 1, 0, steps + 1) if over else following
 
 
-def make(num_envs: int = 6, fault: Callable[[int], Fault | None] = lambda _: None, **kwargs: Any) -> Any:
+def make(
+    num_envs: int = 6, fault: Callable[[int], Fault | None] = lambda _: None, env_class: Any = Stamped, **kwargs: Any
+) -> Any:
     """A run that restarts what fails, over stamped envs, with its judge."""
     options: dict[str, Any] = {
         "num_workers": 2,
@@ -216,5 +218,5 @@ def make(num_envs: int = 6, fault: Callable[[int], Fault | None] = lambda _: Non
         "max_restarts": 1000,
     }
     options |= kwargs
-    factories = [partial(Stamped, env, fault(env)) for env in range(num_envs)]
+    factories = [partial(env_class, env, fault(env)) for env in range(num_envs)]
     return AsyncBatchedCollector(factories, StampedPolicy(), **options), Judge(options["seed"], num_envs)
